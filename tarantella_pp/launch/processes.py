@@ -47,6 +47,11 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
+def start_of_process() -> float:
+    """Returns when this process began, by the system's clock and a second early."""
+    return psutil.Process().create_time() - 1.0
+
+
 def remove_unused_shared_memory(since: float) -> None:
     """Removes the shared-memory files of MPI that no process has mapped any more.
 

@@ -29,6 +29,7 @@ from tarantella_pp.launch.processes import (
     is_alive,
     kill_descendants,
     remove_unused_shared_memory,
+    start_of_process,
 )
 from tarantella_pp.launch.records import (
     ENDED,
@@ -107,7 +108,6 @@ class JobRun:
         self._stopped_by: signal.Signals | None = None
         self._passed_on = False
         self._deadline = 0.0
-        self._begin = time.time() - 1.0
 
     def __enter__(self) -> JobRun:
         return self
@@ -264,7 +264,7 @@ class JobRun:
         self._stderr.finish(CLOSING_SECONDS)
         self._take(0.0)
         if mpi.returncode != 0:
-            remove_unused_shared_memory(self._begin)
+            remove_unused_shared_memory(start_of_process())
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         """Notes the first signal; the second one ends the patience with the ranks."""

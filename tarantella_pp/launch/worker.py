@@ -42,6 +42,7 @@ from tarantella_pp.launch.processes import (
     die_with_parent,
     kill_descendants,
     remove_unused_shared_memory,
+    start_of_process,
 )
 from tarantella_pp.launch.records import (
     FAILED,
@@ -102,7 +103,7 @@ def _start_rank(launcher: int) -> int:
     rank = 0 if size == 1 else number_from(RANK_VARIABLE)
     if rank is None:
         sys.exit(f"tarantella: {os.environ[RANK_VARIABLE]} is not set; is --mpi the MPI in use?")
-    keeper, siblings, begin = os.getpid(), cores_of_starter(launcher), time.time() - 1.0
+    keeper, siblings, begin = os.getpid(), cores_of_starter(launcher), start_of_process()
     said = mmap.mmap(-1, len(RETURNED))  # the last state that the rank has told, for its keeper
     records.write(_STANDARD_ERROR, rank, state=STARTED, host=socket.gethostname())
     child = os.fork()

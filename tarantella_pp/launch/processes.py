@@ -49,7 +49,7 @@ def _prctl(option: int, value: int) -> None:
 
 def start_of_process() -> float:
     """Returns when this process began, by the system's clock and a second early."""
-    return psutil.Process().create_time() - 1.0
+    return float(psutil.Process().create_time()) - 1.0
 
 
 def remove_unused_shared_memory(since: float) -> None:

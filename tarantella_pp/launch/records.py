@@ -27,7 +27,6 @@ _STANDARD_ERROR = 2
 # The rank, where the MPI launcher writes it there.
 _LABEL = rb"(?:\[[^\]\n]*\](?:<stderr>:)? ?|\d+: )?"
 _RECORD = _LABEL + rb"\x1e(?:\x1e(?P<record>[^\n]*)\n?|\Z)"
-_OF_MPICH = rb"\[mpiexec@[^\]\n]*\] (?:Sending Ctrl-C to|Press Ctrl-C again to)[^\n\x1e]*\n?"
 # Lines of the level INFO, which no variable turns off while TensorFlow is imported, what stands
 # above them, and a warning for each float64 operation that oneDNN has no faster one for. They may
 # begin within a line: all ranks share one pipe, and a progress bar of another rank ends no line.
@@ -78,7 +77,7 @@ def pass_on(
     quiet: bool = True,
 ) -> None:
     """Passes text on without records and noise, until there is no more."""
-    patterns = [_RECORD, _OF_MPICH, *([_OF_TENSORFLOW] if quiet else [])]
+    patterns = [_RECORD, *([_OF_TENSORFLOW] if quiet else [])]
     taken_out = re.compile(b"|".join(patterns))
 
     def take(found: re.Match[bytes]) -> bytes:

@@ -56,37 +56,11 @@ class Checkpoint(keras.callbacks.Callback):
         self.directory = Path(os.path.abspath(directory))
         self.every = every if every == "epoch" else checked_count("every", every)
         self.keep = checked_count("keep", keep)
-        self._run: Any = None
-
-    def runs(self, run: Any) -> None:
-        """Attaches the callback to a `fit`, which does so itself; `None` when it has ended."""
-        self._run = run
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Goes on from the newest checkpoint."""
-        self._active().begin()
-
-    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Restores what beginning an epoch has changed, if it is one that had begun before."""
-        self._active().begin_epoch()
-
-    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Writes a checkpoint, if one is due."""
-        self._active().end_batch(batch, logs or {})
-
-    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Writes a checkpoint, if one is due."""
-        self._active().end_epoch(epoch, logs or {})
-
-    def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Completes the history."""
-        self._active().end()
-
-    def _active(self) -> Any:
-        if self._run is None:
-            raise ConfigurationError(
-                "tnt.callbacks.Checkpoint saves models of this library. Received: a "
-                f"{type(self.model).__name__}. Wrap it, tnt.PipelineModel(model), or use "
-                "keras.callbacks.BackupAndRestore."
-            )
-        return self._run
+        """Refuses a model of plain Keras; others have a `CheckpointRun` do the work."""
+        raise ConfigurationError(
+            "tnt.callbacks.Checkpoint saves models of this library. Received: a "
+            f"{type(self.model).__name__}. Wrap it, tnt.PipelineModel(model), or use "
+            "keras.callbacks.BackupAndRestore."
+        )

@@ -121,9 +121,9 @@ def _details(manifest: Manifest) -> Iterator[Any]:
     last = {name: values[-1] for name, values in manifest.history.items() if values}
     if last:
         yield f"Last epoch: {', '.join(f'{name} {value}' for name, value in last.items())}."
-    data = manifest.facts.get("data", {})
-    yield f"Data: {data.get('contents')}; {manifest.position.batches} batches of this pass read."
-    yield f"Optimizer: {manifest.facts.get('optimizer', {}).get('class_name')}."
+    data = manifest.facts["data"]
+    yield f"Data: {data['contents']}; {manifest.position.batches} batches of this pass read."
+    yield f"Optimizer: {manifest.facts['compiled']['optimizer']}."
     yield f"Written with {', '.join(f'{name} {v}' for name, v in manifest.versions.items())}."
 
 
@@ -152,7 +152,7 @@ def _as_json(manifest: Manifest | str) -> Any:
         return {"damaged": manifest}
     import msgspec
 
-    facts = msgspec.to_builtins(manifest)
+    facts = msgspec.json.decode(msgspec.json.encode(manifest))  # JSON knows no NaN
     left_out = ("facts", "config", "plan", "compiled", "optimizer")
     return {name: value for name, value in facts.items() if name not in left_out}
 

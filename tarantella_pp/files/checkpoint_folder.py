@@ -30,7 +30,6 @@ from tarantella_pp.files.tensor_file import sha256_of
 _NAME = re.compile(r"step-(\d{8,})")
 # What the name of one begins with that is being written.
 DRAFT = ".writing-"
-_DISCARDED = ".discarded-"
 
 
 def name_of_step(step: int) -> str:
@@ -49,9 +48,8 @@ def checkpoints_in(directory: Path) -> list[Path]:
 def remove_leftovers(directory: Path) -> None:
     """Makes the directory, and removes what a kill has left in it."""
     directory.mkdir(parents=True, exist_ok=True)
-    for pattern in (f"{DRAFT}*", f"{_DISCARDED}*"):
-        for left in directory.glob(pattern):
-            shutil.rmtree(left)
+    for left in directory.glob(f"{DRAFT}*"):
+        shutil.rmtree(left)
 
 
 def begin_draft(directory: Path, step: int, known: Collection[str]) -> Path:
@@ -68,20 +66,17 @@ def begin_draft(directory: Path, step: int, known: Collection[str]) -> Path:
     return draft
 
 
-def publish(draft: Path, manifest: bytes) -> Path:
+def publish(draft: Path, manifest: bytes) -> None:
     """Writes the manifest, and gives a checkpoint its name once all of it is on the disk."""
     for name, data in ((MANIFEST, manifest), (CHECKSUM, checksum_of(manifest))):
-        with (draft / name).open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        (draft / name).write_bytes(data)
+        sync(draft / name)
     sync(draft)
     target = draft.with_name(draft.stem.removeprefix(DRAFT))
     if target.exists():  # damaged: otherwise training would have gone on from there
-        os.replace(target, target.with_name(f"{_DISCARDED}{target.name}"))
+        shutil.rmtree(target)
     os.replace(draft, target)
     sync(target.parent)
-    return target
 
 
 def remove_old(
@@ -93,8 +88,6 @@ def remove_old(
         if good >= keep and path.name in known:
             shutil.rmtree(path)
         good += path.name not in damaged
-    for left in directory.glob(f"{_DISCARDED}*"):
-        shutil.rmtree(left)
 
 
 def sync(path: Path) -> None:

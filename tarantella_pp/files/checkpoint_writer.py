@@ -17,7 +17,7 @@ import numpy as np
 
 from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.files import checkpoint_folder
-from tarantella_pp.files.manifest import Manifest, SavedFile, SavedTensor
+from tarantella_pp.files.manifest import FORMAT, Manifest, SavedFile, SavedTensor
 from tarantella_pp.files.tensor_file import write_tensors
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
@@ -38,46 +38,41 @@ class CheckpointWriter:
         self._keep = keep
         self._stages = tuple(stages)
         self._known = {path.name for path in checkpoint_folder.checkpoints_in(directory)}
-        self._begun = False
 
     def prepare(self) -> None:
         """Makes sure that there is a directory to write to; takes all ranks."""
-        self._on_all("", self._try)
+
+        def prepare() -> None:
+            checkpoint_folder.remove_leftovers(self._directory)
+            checkpoint_folder.begin_draft(self._directory, 0, self._known).rmdir()
+
+        self._on_first("", prepare)
 
     def write(
-        self,
-        step: int,
-        own: Mapping[str, Any],
-        describe: Callable[[tuple[SavedFile, ...], dict[str, SavedTensor]], Manifest],
-        damaged: Sequence[str],
-    ) -> Path:
-        """Writes one; takes all ranks."""
-        name = checkpoint_folder.name_of_step(step)
-        draft = Path(self._on_all(name, self._begin, step)[0])
+        self, own: Mapping[str, Any], state: Mapping[str, Any], damaged: Sequence[str]
+    ) -> None:
+        """Writes this rank's tensors, and the first rank's state; takes all ranks."""
+        directory, name = self._directory, checkpoint_folder.name_of_step(state["step"])
+        begin = checkpoint_folder.begin_draft
+        draft = Path(
+            self._on_first(name, lambda: str(begin(directory, state["step"], self._known)))
+        )
         try:
-            answers = self._on_all(name, self._write_own, draft, own)
-            self._on_all(name, self._publish, draft, lambda: describe(*_gathered(answers)))
+            written = self._on_all(name, lambda: self._write_own(draft, own))
+            files, tensors = _gathered(written)
+            manifest = Manifest(format=FORMAT, files=files, tensors=tensors, **state)
+            self._on_first(name, lambda: checkpoint_folder.publish(draft, manifest.encode()))
         except FileError:
             if self._ranks.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
             raise
         self._known.add(name)
-        self._remove_old([other for other in damaged if other != name])
-        return self._directory / name
-
-    def _try(self) -> None:
         if self._ranks.rank == 0:
-            self._new_draft(0).rmdir()
-
-    def _begin(self, step: int) -> str:
-        """Makes the folder that all ranks write into; rank 0 tells which."""
-        return str(self._new_draft(step)) if self._ranks.rank == 0 else ""
-
-    def _new_draft(self, step: int) -> Path:
-        if not self._begun:
-            checkpoint_folder.remove_leftovers(self._directory)
-            self._begun = True
-        return checkpoint_folder.begin_draft(self._directory, step, self._known)
+            bad = [other for other in damaged if other != name]
+            try:
+                checkpoint_folder.remove_old(directory, self._keep, self._known, bad)
+            except OSError as error:
+                logger.warning("could not remove old checkpoints in '%s': %s", directory, error)
 
     def _write_own(self, draft: Path, own: Mapping[str, Any]) -> list[Any]:
         """Writes this rank's file; returns what it tells of it."""
@@ -86,30 +81,20 @@ class CheckpointWriter:
         path = draft / f"rank-{self._ranks.rank:05d}.safetensors"
         specs = {key: _spec(value) for key, value in own.items()}
         written = write_tensors(path, specs, lambda key: _array(own[key]))
-        labels = {key: getattr(value, "path", key) for key, value in own.items()}
-        tensors = [[key, labels[key], *specs[key]] for key in own]
-        return [path.name, *written, self._ranks.rank, list(self._stages), tensors]
+        tensors = [[key, getattr(own[key], "path", key), *specs[key]] for key in own]
+        return [path.name, *written, self._ranks.rank, self._stages, tensors]
 
-    def _publish(self, draft: Path, describe: Callable[[], Manifest]) -> None:
-        if self._ranks.rank == 0:
-            checkpoint_folder.publish(draft, describe().encode())
-
-    def _remove_old(self, damaged: Sequence[str]) -> None:
-        if self._ranks.rank != 0:
-            return
-        try:
-            checkpoint_folder.remove_old(self._directory, self._keep, self._known, damaged)
-        except OSError as error:
-            logger.warning("could not remove old checkpoints in '%s': %s", self._directory, error)
+    def _on_first(self, name: str, work: Callable[[], _T]) -> _T:
+        return self._on_all(name, work if self._ranks.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
 
     # A rank that failed alone would leave the others waiting: so all say how it went before they
     # go on, and one that fails ends the writing on every rank.
-    def _on_all(self, name: str, work: Callable[..., _T], *arguments: Any) -> list[_T]:
+    def _on_all(self, name: str, work: Callable[[], _T]) -> list[_T]:
         """Has every rank do its part; a failure of one is the same error on all."""
         result: Any = None
         reason = ""
         try:
-            result = work(*arguments)
+            result = work()
         except FileNotFoundError:
             reason = (
                 "its folder is not there; the directory must be on a disk that all ranks see, and "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tarantella_pp.errors import FileError
 MANIFEST = "manifest.json"
 # Its checksum, as `sha256sum --check` reads it.
 CHECKSUM = "manifest.json.sha256"
-FORMAT = 1
+FORMAT = 2
 
 
 class SavedFile(msgspec.Struct, frozen=True):
@@ -67,8 +68,7 @@ class Manifest(msgspec.Struct, frozen=True):
     facts: dict[str, Any]  # what must be the same to go on: see `run_facts`
     history: dict[str, list[Any]]  # logs of each epoch that has ended
     logs: dict[str, Any]  # logs of the last step
-    # What callbacks of Keras remember, by place and class
-    callbacks: list[tuple[str, dict[str, Any]]]
+    callbacks: dict[str, Any]  # what callbacks remember, by class and number within the class
     shapes: dict[str, Any]  # what the stages were compiled for first, by replica and stage
     plan: Any  # the plan in force, as JSON
     config: Any  # the configuration of the model, as JSON; `None` where it has none
@@ -76,12 +76,10 @@ class Manifest(msgspec.Struct, frozen=True):
     compiled: Any  # what the model was compiled with, likewise
     versions: dict[str, str]  # of the packages in use
     written: str  # when, in ISO 8601
-    # What `state_dict` of callbacks returned, by class and number
-    callback_states: dict[str, Any] = {}
 
     def encode(self) -> bytes:
-        """The manifest as JSON."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1)
+        """The manifest as JSON, in which losses may be NaN."""
+        return json.dumps(msgspec.to_builtins(self), indent=1).encode()
 
     def where(self) -> str:
         """Epoch and step, for messages."""
@@ -96,41 +94,17 @@ def read_manifest(folder: Path) -> Manifest:
         text = path.read_bytes()
         if (folder / CHECKSUM).read_bytes() != checksum_of(text):
             raise FileError(f"'{path}' has other contents than were written (its checksum differs)")
-        number = msgspec.json.decode(text, type=dict[str, Any]).get("format")
-        if number != FORMAT:
+        found = json.loads(text)
+        if found.get("format") != FORMAT:
             raise FileError(
-                f"'{path}' has format {number}, this version reads {FORMAT}: use the version of "
-                "tarantella_pp that has written it."
+                f"'{path}' has format {found.get('format')}, this version reads {FORMAT}: use the "
+                "version of tarantella_pp that has written it."
             )
-        return msgspec.json.decode(text, type=Manifest)
-    except FileError:
-        raise
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return msgspec.convert(found, Manifest)
+    except OSError as error:
         raise FileError(f"'{path}' is damaged: {error}") from error
 
 
 def checksum_of(manifest: bytes) -> bytes:
     """What stands in the file beside a manifest."""
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON keeps it: numbers that are not finite become their names."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value
-
-
-def from_plain(value: Any) -> Any:
-    """What `plain` was given."""
-    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
-        return float(value)
-    if isinstance(value, dict):
-        return {key: from_plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [from_plain(item) for item in value]
-    return value

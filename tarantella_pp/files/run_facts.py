@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import math
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.files.manifest import Manifest, plain
-from tarantella_pp.internals.optimizers import settable_learning_rate, wrapped_in
+from tarantella_pp.files.manifest import Manifest
+from tarantella_pp.internals.optimizers import wrapped_in
 from tarantella_pp.internals.state import compiled_with
-from tarantella_pp.runtime.comm.collective import compiled_facts, hidden_options
+from tarantella_pp.runtime.comm.collective import compiled_facts
 from tarantella_pp.runtime.weights.optimizer_state import spec_of
 
-_PACKAGES = ("tarantella-pp", "keras", "tensorflow", "tensorflow-cpu", "numpy")
 _MOST_DIFFERENCES = 5
-_COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics")
+_RATE = "optimizer.learning_rate"
 _NUMBERED = (
     # Keras counts layers, so that the second `Dense` of a process has another name, and objects
     # that several layers share have an address.
@@ -32,25 +29,18 @@ _NUMBERED = (
 )  # fmt: skip
 
 
-def facts_of(model: Any, configs: Mapping[str, Any], data: Mapping[str, Any]) -> Any:
-    """What must be the same for training to go on, as JSON keeps it."""
-    engine, given = model._engine, compiled_with(model)
-    compiled = configs["compiled"] or compiled_facts(given)
-    optimizer = keras.saving.serialize_keras_object(wrapped_in(model.optimizer))
+def facts_of(model: Any, data: Mapping[str, Any]) -> Any:
+    """What must be the same for training to go on, besides the model's configuration."""
+    engine = model._engine
+    compiled = compiled_facts({**compiled_with(model), "optimizer": wrapped_in(model.optimizer)})
+    del compiled["steps_per_execution"]
     return as_json(
         {
-            "variables": {
-                str(i): [v.name, *spec_of(v), bool(v.trainable)]
-                for i, v in enumerate(engine.weights.variables)
-            },
+            "variables": [
+                [v.name, *spec_of(v), bool(v.trainable)] for v in engine.weights.variables
+            ],
             "model": engine.extracted.graph.fingerprint(),
-            "layers": configs["config"],
-            "compiled": {name: compiled.get(name) for name in _COMPILED},
-            "options": {
-                name: [hidden_options(each) for each in keras.tree.flatten(given[name])]
-                for name in _COMPILED
-            },
-            "optimizer": {name: optimizer[name] for name in ("class_name", "config")},
+            "compiled": compiled,
             "data": dict(data),
         }
     )
@@ -79,13 +69,16 @@ def has_plan(saved: Manifest, plan: Any) -> bool:
     return all((saved.plan.get(name) or []) == (now.get(name) or []) for name in names)
 
 
-def refuse_others(saved: Manifest, facts: dict[str, Any], rate: float | None, where: str) -> None:
+def refuse_others(
+    saved: Manifest, facts: Mapping[str, Any], config: Any, rate: float | None, where: str
+) -> None:
     """Refuses to go on with a checkpoint of something else."""
-    facts = {name: facts[name] for name in facts if name in saved.facts}
-    found = differences(_comparable(saved.facts), _comparable(facts))
-    began = saved.facts.get("optimizer", {}).get("config", {}).get("learning_rate")
+    found = differences(
+        _comparable(saved.facts, saved.config), _comparable(facts, config), _MOST_DIFFERENCES
+    )
+    began = saved.facts["compiled"].get(_RATE)
     if isinstance(began, float) and rate not in (began, saved.learning_rate):
-        found.append(f"optimizer.config.learning_rate: {began!r} in the checkpoint, {rate!r} now")
+        found.append(f"compiled.{_RATE}: {began!r} in the checkpoint, {rate!r} now")
     if found:
         raise ConfigurationError(
             f"Checkpoint '{where}' is one of another run: {'; '.join(found)}. Go on with what it "
@@ -94,41 +87,24 @@ def refuse_others(saved: Manifest, facts: dict[str, Any], rate: float | None, wh
         )
 
 
-def learning_rate_of(model: Any) -> float | None:
-    """The learning rate that callbacks may change; `None` where a schedule sets it."""
-    rate = settable_learning_rate(model)
-    return None if math.isnan(rate) else rate
-
-
 def versions() -> dict[str, str]:
     """The versions of the packages that numbers depend on."""
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def now() -> str:
-    """The time, in ISO 8601."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"keras": keras.__version__, "tensorflow": tf.__version__}
 
 
 def as_json(value: Any) -> Any:
     """A value as it comes back from a file."""
-    return json.loads(json.dumps(plain(value), default=str))
+    return json.loads(json.dumps(value, default=str))
 
 
-def _comparable(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _comparable(facts: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Facts without what a process numbers, and without a rate that callbacks may have changed."""
-    found: dict[str, Any] = without_names(facts)
-    optimizer = found.get("optimizer", {})
-    if isinstance(optimizer.get("config", {}).get("learning_rate"), float):
-        del optimizer["config"]["learning_rate"]
-    optimizer.pop("loss_scaling", None)  # in checkpoints of older versions
-    return found
+    compiled = {
+        name: value
+        for name, value in facts["compiled"].items()
+        if name != _RATE or not isinstance(value, float)
+    }
+    return {"layers": without_names(config), **facts, "compiled": without_names(compiled)}
 
 
 def without_names(config: Any) -> Any:
@@ -138,25 +114,27 @@ def without_names(config: Any) -> Any:
     return [without_names(value) for value in config] if isinstance(config, list) else config
 
 
-def differences(saved: Any, now: Any) -> list[str]:
+def differences(saved: Any, now: Any, most: int) -> list[str]:
     """What differs, each with its name and both values; at most a few."""
-    found = list(_differences(saved, now, ""))
-    more = [f"and {len(found) - _MOST_DIFFERENCES} more"] if len(found) > _MOST_DIFFERENCES else []
-    return found[:_MOST_DIFFERENCES] + more
+    before, after = dict(_flat(saved)), dict(_flat(now))
+    found = [
+        f"{name}: {_short(before.get(name))} in the checkpoint, {_short(after.get(name))} now"
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
+    ]
+    return found[:most] + [f"and {len(found) - most} more"] * (len(found) > most)
 
 
-def _differences(saved: Any, now: Any, where: str) -> Iterator[str]:
-    if isinstance(saved, Mapping) and isinstance(now, Mapping):
-        for key in dict.fromkeys([*saved, *now]):
-            inner = f"{where}.{key}" if where else str(key)
-            yield from _differences(saved.get(key), now.get(key), inner)
-    elif isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
-        for number, (before, after) in enumerate(zip(saved, now, strict=True)):
-            yield from _differences(before, after, f"{where}[{number}]")
-    elif saved != now:
-        yield f"{where}: {_short(saved)} in the checkpoint, {_short(now)} now"
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """All that is in a nested value, by its place."""
+    if not isinstance(value, (dict, list)) or not value:
+        yield name, value
+        return
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        place = f"{name}[{key}]" if isinstance(value, list) else f"{name}.{key}"
+        yield from _flat(part, place.removeprefix("."))
 
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -148,18 +148,27 @@ _REMEMBERED = {
 }  # fmt: skip
 
 
-def remembered_by(callback: Any) -> dict[str, Any] | None:
-    """What a callback of Keras remembers, in numbers; `None` of another one."""
-    for kind, names in _REMEMBERED.items():
-        if isinstance(callback, kind):
-            found = {name: getattr(callback, name, None) for name in names}
-            return {name: _number(value) for name, value in found.items()}
-    return None
+def remembers(callback: Any) -> bool:
+    """Whether a callback has a state that can be kept: one of Keras, or with methods for it."""
+    has_methods = hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
+    return has_methods or isinstance(callback, tuple(_REMEMBERED))
 
 
-def remind(callback: Any, remembered: dict[str, Any]) -> None:
-    """Gives a callback back what `remembered_by` has found."""
-    for name, value in remembered.items():
+def state_of(callback: Any) -> Any:
+    """What a callback that remembers must be given back to go on."""
+    if hasattr(callback, "state_dict"):
+        return callback.state_dict()
+    names = next(names for kind, names in _REMEMBERED.items() if isinstance(callback, kind))
+    found = {name: getattr(callback, name, None) for name in names}
+    return {name: _number(value) for name, value in found.items()}
+
+
+def remind(callback: Any, state: Any) -> None:
+    """Gives a callback back what `state_of` has found."""
+    if hasattr(callback, "load_state_dict"):
+        callback.load_state_dict(state)
+        return
+    for name, value in state.items():
         setattr(callback, name, value)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import keras
 
-from tarantella_pp.callbacks.checkpoint_run import FitOptions, checkpointed
-from tarantella_pp.callbacks.lockstep import Preemption
+from tarantella_pp.callbacks.checkpoint_run import CheckpointRun
 from tarantella_pp.callbacks.rank_rules import (
     callbacks_of_rank,
     checkpoint_of,
@@ -118,10 +118,14 @@ class TrainingLoops(_AnyModel):
 
         checkpoint = checkpoint_of(callbacks)
         train, validation = shared_adapters(engine, find, describe=checkpoint is not None)
-        preemption = None if checkpoint is None else Preemption()
-        callbacks = callbacks_of_rank(callbacks, self, engine.communicator, preemption)
-        options = FitOptions(initial_epoch, epochs, steps_per_epoch, bool(shuffle))
-        with checkpointed(checkpoint, self, train, options, callbacks, preemption):
+        run = None
+        if checkpoint is not None:
+            run = CheckpointRun(
+                checkpoint, self, train, initial_epoch=initial_epoch, epochs=epochs,
+                steps_per_epoch=steps_per_epoch, shuffle=bool(shuffle),
+            )  # fmt: skip
+        callbacks = callbacks_of_rank(callbacks, self, engine.communicator, run)
+        with contextlib.nullcontext() if run is None else run.attached():
             history = super().fit(
                 train,
                 epochs=epochs,

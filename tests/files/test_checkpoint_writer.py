@@ -13,7 +13,7 @@ import pytest
 from tarantella_pp.files.checkpoint_folder import DRAFT
 from tarantella_pp.files.checkpoint_reader import newest_whole
 from tarantella_pp.files.checkpoint_writer import CheckpointWriter
-from tarantella_pp.files.manifest import FORMAT, DataPosition, Manifest
+from tarantella_pp.files.manifest import DataPosition
 from tarantella_pp.files.tensor_file import TensorFile
 from tarantella_pp.runtime.comm.communicator import Communicator
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.keras
 
 KILLS, KEEP = 20, 2
 NOTHING = {
-    "initial_epoch": 0, "learning_rate": None, "facts": {}, "history": {}, "logs": {},
-    "callbacks": [], "shapes": {}, "plan": None, "config": None, "optimizer": None,
+    "epoch": 0, "initial_epoch": 0, "learning_rate": None, "facts": {}, "history": {}, "logs": {},
+    "callbacks": {}, "shapes": {}, "plan": None, "config": None, "optimizer": None,
     "compiled": None, "versions": {}, "written": "",
 }  # fmt: skip
 
@@ -30,13 +30,11 @@ NOTHING = {
 def write(directory: Path, step: int) -> None:
     """A checkpoint of 4 MiB, all of whose numbers are its step."""
     position = DataPosition("arrays", 1, step, 0, in_pass=True)
-
-    def describe(files, tensors):
-        state = {"format": FORMAT, "step": step, "epoch": 0, "epoch_step": step}
-        return Manifest(**state, position=position, files=files, tensors=tensors, **NOTHING)
-
     values = {f"model/{i}": np.full(2**18, step, np.float32) for i in range(4)}
-    CheckpointWriter(Communicator(), directory, KEEP, [0]).write(step, values, describe, [])
+    state = {**NOTHING, "step": step, "epoch_step": step, "position": position}
+    writer = CheckpointWriter(Communicator(), directory, KEEP, [0])
+    writer.prepare()
+    writer.write(values, state, [])
 
 
 def newest(directory: Path) -> int:

@@ -8,13 +8,13 @@ from tarantella_pp.files.run_facts import differences, without_names
 def test_differences_are_named_with_both_values():
     saved = {"a": 1, "b": {"c": [1, 2], "d": None}, "e": [1]}
     now = {"a": 1.0, "b": {"c": [1, 3], "f": "x"}, "e": [1, 2]}
-    assert differences(saved, now) == [
+    assert differences(saved, now, 5) == [
         "b.c[1]: 2 in the checkpoint, 3 now",
         "b.f: None in the checkpoint, 'x' now",
-        "e: [1] in the checkpoint, [1, 2] now",
+        "e[1]: None in the checkpoint, 2 now",
     ]
-    assert differences(saved, saved) == []
-    assert differences(list(range(9)), list(range(1, 10)))[-1] == "and 4 more"
+    assert differences(saved, saved, 5) == []
+    assert differences(list(range(9)), list(range(1, 10)), 5)[-1] == "and 4 more"
 
 
 def test_names_that_keras_has_counted_do_not_count():

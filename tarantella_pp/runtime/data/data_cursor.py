@@ -94,28 +94,30 @@ class DataCursor:
             yield batch
 
     def position(
-        self, in_pass: bool, length: int | None = None, steps: int | None = None
+        self, epoch_steps: int, length: int | None, steps: int | None
     ) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Where it is, and the arrays that it takes to come back."""
+        """Where it is after some steps of an epoch, and the arrays that it takes to come back.
+
+        An epoch has `steps` steps, or a pass of `length` batches; `None` where that is not known.
+        """
+        in_pass = epoch_steps > 0
+        if steps is not None:
+            in_pass = length is None or self.batches < length
         arrays = {}
         if self.kind == PY_DATASET:
             arrays = self._states if in_pass else _random_states()
         elif self._order is not None and in_pass:
             arrays = {"order": self._order}
-        passes = self._passes if in_pass else self._passes_before_next(length, steps)
+        passes = self._passes
+        if self.kind == TF_DATA and not in_pass:
+            # How many there would be before the next pass, had training not been interrupted: with
+            # `steps`, what was made at the end of a pass is the next one; without, it is dropped.
+            if steps is not None:
+                passes -= self._is_unread
+            else:
+                passes += length is not None and not self._is_unread
         place = {"kind": self.kind, "passes": passes, "batches": self.batches}
         return {**place, "in_pass": in_pass}, arrays
-
-    def _passes_before_next(self, length: int | None, steps: int | None) -> int:
-        """How many there would be before the next pass, had training not been interrupted.
-
-        With `steps`, what was made at the end of a pass is the next one; without, it is dropped.
-        """
-        if self.kind != TF_DATA:
-            return self._passes
-        if steps is not None:
-            return self._passes - self._is_unread
-        return self._passes + (length is not None and not self._is_unread)
 
     def resume(self, position: Any, arrays: Mapping[str, Array]) -> None:
         """Comes back to a position, with the next batch that is read."""

@@ -105,8 +105,6 @@ class CheckpointRun(keras.callbacks.Callback):
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Surrounds Keras' own `fit`."""
-        if self._adapter.cursor is not None:
-            self._adapter.cursor.keep_position()
         try:
             with self.preemption.noted(), starting_anywhere(self._model):
                 yield

@@ -22,8 +22,6 @@ from tarantella_pp.runtime.weights.forward_state import BatchStatistics
 from tarantella_pp.runtime.weights.process_groups import BatchShare, batch_shares
 from tarantella_pp.runtime.weights.shared_weights import broadcast_variable, check_replicas
 
-_NOTHING = ["none"]
-
 
 class StepFeed(DataFeed):
     """Hands every rank its samples of all that a batch has: a step gets what Keras gives."""
@@ -42,17 +40,15 @@ class StepFeed(DataFeed):
                 "Each replica takes its samples of a batch, which are along the first dimension of "
                 f"all tensors in it. Received: shapes {[list(t.shape) for t in tensors]}"
             )
-        return tensors, [], (structure, _NOTHING)
+        return tensors, [], (structure, None)
 
     def _wanted(self, need: Need, count: int) -> Sequence[int]:
         return range(count)
 
-    def _structures(self, arrays: ArrayRows, rows: Any) -> tuple[Any, Any]:
-        return describe(arrays.whole(rows))[0], _NOTHING
-
-    def _own_parts(self, order: Any, arrays: ArrayRows) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        own = self._shares(len(order))[self._need.replica].own_rows
-        return describe(arrays.whole(order[own]))[1], []
+    def _own_parts(
+        self, arrays: ArrayRows, own: Any, order: Any
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        return describe(arrays.whole(own))[1], []
 
 
 def data_of(batch: Batch, leaves: Sequence[Any]) -> Any:

@@ -21,7 +21,6 @@ from tarantella_pp.internals.optimizers import settable_learning_rate
 from tarantella_pp.internals.training import forget_validation
 from tarantella_pp.runtime.comm.collective import collective
 from tarantella_pp.runtime.data.data_adapter import (
-    BatchEngine,
     GivenData,
     given_data,
     predict_function,
@@ -47,7 +46,7 @@ def learning_rate_of(given: Mapping[str, Any]) -> float:
 class TrainingLoops(_AnyModel):
     """Keras' own loops over data; each rank gets its part."""
 
-    _engine: BatchEngine
+    _engine: Any  # an `Engine` of a pipeline, or the `ReplicaSteps` of a model with its own steps
 
     def make_train_function(self, force: bool = False) -> None:
         """Builds this rank's training step; called by Keras' own loops."""

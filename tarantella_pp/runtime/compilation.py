@@ -20,7 +20,7 @@ from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.peak_memory import WAITING_OUTPUTS
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.runtime.comm.collective import on_one_rank
-from tarantella_pp.runtime.data.batch import Batch, rebuild, tensors_in
+from tarantella_pp.runtime.data.batch import Batch, made_of
 from tarantella_pp.runtime.loss import BatchLoss
 from tarantella_pp.runtime.optimizer_step import OptimizerStep
 from tarantella_pp.runtime.probes.loss_probe import loss_kinds, whole_batch_reason
@@ -146,7 +146,7 @@ class Compilation:
         modules: Mapping[int, StageModule],
         weights: RankWeights,
     ) -> None:
-        y, weight = (_symbolic(description) for description in batch.targets)
+        y, weight = (made_of(description, keras.KerasTensor) for description in batch.targets)
         outputs = unpacked(extracted.outputs_struct)
         self.loss_per_sample = bool(build_metrics(model, y, outputs, weight))
         self.coupling, kinds = loss_kinds(compiled_loss(model), extracted, y)
@@ -225,8 +225,3 @@ def expected_outputs(loss: Any, has_metrics: bool, extracted: ExtractedModel) ->
     Metrics are expected not to need the whole batch's, as hardly any does.
     """
     return OutputUse(whole_batch_reason(loss, extracted), None, has_metrics)
-
-
-def _symbolic(description: Any) -> Any:
-    leaves = [keras.KerasTensor(shape, dtype) for shape, dtype in tensors_in(description)]
-    return rebuild(description, leaves)

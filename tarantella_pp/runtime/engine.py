@@ -21,7 +21,7 @@ from tarantella_pp.partition.plan.plan_simulation import with_findings
 from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.comm.collective import on_all_ranks
 from tarantella_pp.runtime.compilation import Compilation
-from tarantella_pp.runtime.data.batch import Batch, inputs_of_stages, needs_of_ranks
+from tarantella_pp.runtime.data.batch import Batch, needs_of_ranks
 from tarantella_pp.runtime.data.data_feed import DataFeed
 from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.rank_stages import RankStages
@@ -83,7 +83,12 @@ class Engine:
             free_schedule,
         )  # fmt: skip
         self.memory = MemoryCheck(plan, extracted, self.schedules, groups)
-        self._data = inputs_of_stages(self.stages.boundaries, extracted.graph)
+        places = {tensor: i for i, tensor in enumerate(extracted.graph.inputs)}
+        # For each stage, the positions of the model inputs that it uses.
+        self._data = [
+            [places[port.tensor] for port in boundary.model_inputs]
+            for boundary in self.stages.boundaries
+        ]
         self.feed = DataFeed(
             groups.world,
             needs_of_ranks(self._data, self.placement, groups),

@@ -1,126 +1,70 @@
-"""A batch as one rank has it: what the rank needs of it, how it hears of it, arrays it reads."""
+"""A batch as one rank has it: what the rank needs of it, its structure, arrays it reads."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
-import msgspec
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.data import arrays_of, as_sliced
-from tarantella_pp.partition.graph.layer_graph import LayerGraph
-from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
-from tarantella_pp.runtime.stage.stage_boundary import StageBoundary
 from tarantella_pp.runtime.weights.process_groups import BatchShare, ProcessGroups
 
 READER = 0
-END = -1
-_FAILED = -2
-_HEADER_TAG, _STRUCTURE_TAG = 1, 2
-
-
-class BatchAnnouncement:
-    """Tells every rank the size of the next batch, and its structure where that is new."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self.known = b""
-        self.signature: Any = None
-
-    def announce(self, rows: int, signature: bytes = b"") -> None:
-        """Says, on the reader, what comes next."""
-        self._tell(rows, signature if signature != self.known else b"")
-        if rows >= 0:
-            self.keep(signature)
-
-    def fail(self, text: str) -> None:
-        """Says, on the reader, that the data could not be read."""
-        self._tell(_FAILED, text.encode())
-
-    def hear(self) -> int:
-        """Returns, elsewhere, the number of samples in the next batch; or `END`."""
-        rows, size = self._get((2,), np.int64, _HEADER_TAG).tolist()
-        if size:
-            news = self._get((size,), np.uint8, _STRUCTURE_TAG).tobytes()
-            if rows == _FAILED:
-                raise ConfigurationError(news.decode())
-            self.keep(news)
-        return int(rows)
-
-    def _tell(self, rows: int, news: bytes) -> None:
-        header, text = np.array([rows, len(news)], np.int64), np.frombuffer(news, np.uint8)
-        for rank in range(self._communicator.size):
-            if rank != self._communicator.rank:
-                self._communicator.send([header], rank, _HEADER_TAG, label="batch header")
-                if news:
-                    self._communicator.send([text], rank, _STRUCTURE_TAG, label="batch structure")
-
-    def keep(self, signature: bytes) -> None:
-        """Remembers the structure of the last batch."""
-        if signature != self.known:
-            self.known, self.signature = signature, msgspec.msgpack.decode(signature)
-
-    def _get(self, shape: Sequence[int], dtype: Any, tag: int) -> np.ndarray[Any, Any]:
-        spec = TensorSpec(tuple(shape), np.dtype(dtype))
-        return self._communicator.post_receive([spec], READER, tag, label="data").wait()[0]
 
 
 def describe(value: Any) -> tuple[Any, list[Any]]:
-    """Takes a nested structure apart."""
+    """Takes a nested structure apart: a description that messages can have, and tensors."""
     leaves: list[Any] = []
-    return _describe(value, leaves), leaves
+
+    def told(part: Any) -> Any:
+        if part is None:
+            return None
+        if isinstance(part, dict):
+            return {key: told(item) for key, item in part.items()}
+        if isinstance(part, (list, tuple)):
+            return ["list" if isinstance(part, list) else "tuple", *map(told, part)]
+        if not hasattr(part, "dtype") or not hasattr(part, "shape") or len(part.shape) == 0:
+            raise UnsupportedModelError(
+                "Targets and sample weights must be dense tensors with a batch dimension. "
+                f"Received: {type(part).__name__}"
+            )
+        leaves.append(part)
+        return ["tensor", [None, *part.shape[1:]], part.dtype.name]
+
+    return told(value), leaves
 
 
-def rebuild(description: Any, leaves: Sequence[Any]) -> Any:
-    """Puts a structure together again; undoes `describe`."""
-    return _rebuild(description, iter(leaves))
-
-
-def _describe(value: Any, leaves: list[Any]) -> Any:
-    if value is None:
-        return ["none"]
-    if isinstance(value, dict):
-        return ["dict", [[key, _describe(item, leaves)] for key, item in value.items()]]
-    if isinstance(value, (list, tuple)):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return [kind, [_describe(item, leaves) for item in value]]
-    if not hasattr(value, "dtype") or not hasattr(value, "shape") or len(value.shape) == 0:
-        raise UnsupportedModelError(
-            "Targets and sample weights must be dense tensors with a batch dimension. "
-            f"Received: {type(value).__name__}"
-        )
-    leaves.append(value)
-    return ["tensor", [None, *value.shape[1:]], value.dtype.name]
-
-
-def _rebuild(description: Any, leaves: Any) -> Any:
-    kind, *rest = description
-    if kind == "none":
+def made_of(description: Any, make: Callable[[list[int | None], str], Any]) -> Any:
+    """Makes a structure like the described one, of what is made of each shape and dtype."""
+    if description is None:
         return None
+    if isinstance(description, dict):
+        return {key: made_of(item, make) for key, item in description.items()}
+    kind, *parts = description
     if kind == "tensor":
-        return next(leaves)
-    if kind == "dict":
-        return {key: _rebuild(item, leaves) for key, item in rest[0]}
-    items = [_rebuild(item, leaves) for item in rest[0]]
+        return make(*parts)
+    items = [made_of(item, make) for item in parts]
     return items if kind == "list" else tuple(items)
+
+
+def rebuild(description: Any, leaves: Iterable[Any]) -> Any:
+    """Puts a structure together again; undoes `describe`."""
+    left = iter(leaves)
+    return made_of(description, lambda shape, dtype: next(left))
 
 
 def tensors_in(description: Any) -> list[tuple[list[int | None], str]]:
     """Shape and dtype of each tensor of a description, in order."""
-    kind, *rest = description
-    if kind == "tensor":
-        return [(rest[0], rest[1])]
-    if kind == "none":
-        return []
-    items = [item for _, item in rest[0]] if kind == "dict" else rest[0]
-    return [found for item in items for found in tensors_in(item)]
+    found: list[tuple[list[int | None], str]] = []
+    made_of(description, lambda *spec: found.append(spec))
+    return found
 
 
 @dataclass(frozen=True)
@@ -146,17 +90,6 @@ class Need:
     inputs: tuple[int, ...]  # the positions of the model inputs that it uses
     replica: int = 0  # its replica, whose samples it gets
     targets: bool = False  # whether it gets targets and sample weights
-
-    @property
-    def any(self) -> bool:
-        """Whether it gets anything."""
-        return bool(self.inputs) or self.targets
-
-
-def inputs_of_stages(boundaries: Sequence[StageBoundary], graph: LayerGraph) -> list[list[int]]:
-    """For each stage, the positions of the model inputs that it uses."""
-    places = {tensor: i for i, tensor in enumerate(graph.inputs)}
-    return [[places[port.tensor] for port in boundary.model_inputs] for boundary in boundaries]
 
 
 def needs_of_ranks(

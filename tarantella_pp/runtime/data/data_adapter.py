@@ -9,12 +9,14 @@ random numbers, gives each rank something else.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
@@ -26,59 +28,59 @@ from tarantella_pp.internals.data import (
     order_of,
 )
 from tarantella_pp.runtime.comm.collective import on_all_ranks
-from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.data.batch import READER, ArrayRows, Batch
 from tarantella_pp.runtime.data.data_cursor import DataCursor
-from tarantella_pp.runtime.data.data_feed import Batches, DataFeed
-from tarantella_pp.runtime.tracing.recorder import Recorder
+from tarantella_pp.runtime.data.data_feed import DataFeed
 
-
-class FedData:
-    """What takes the place of a `tf.data.Dataset` in Keras' loops."""
-
-    def __init__(
-        self,
-        feed: DataFeed,
-        cursor: DataCursor | None,
-        arrays: ArrayRows | None = None,
-        *,
-        is_split: bool = False,
-    ) -> None:
-        self._feed = feed
-        self._cursor = cursor
-        self._arrays = arrays
-        self._is_split = is_split
-
-    def __iter__(self) -> Batches:
-        source = None if self._cursor is None else self._cursor.read()
-        return self._feed.batches(source, self._arrays, is_split=self._is_split)
+logger = logging.getLogger(__name__)
+_ABSENT, _NOTHING, _FUNCTION = "", "nothing", "a function of an InputContext"
 
 
 class FeedAdapter(DataAdapter):
-    """A data adapter whose data set gives each rank its part of every batch."""
+    """A data adapter, and its own data set, that gives each rank its part of every batch."""
 
     def __init__(
         self,
-        engine: BatchEngine,
+        engine: Any,
         adapter: DataAdapter | None,
-        num_batches: int | None,
+        facts: DataFacts,
         arrays: ArrayRows | None = None,
-        description: str = "",
         *,
         is_split: bool = False,
     ) -> None:
         self._engine = engine
-        self.cursor = None if adapter is None else DataCursor(adapter, arrays is not None)
-        self._data = FedData(engine.feed, self.cursor, arrays, is_split=is_split)
         self._adapter = adapter
-        self._num_batches = num_batches
-        self.description = description
+        self._arrays = arrays
+        self._is_split = is_split
+        self._num_batches = facts.num_batches
+        self.description = facts.text
+        self.cursor = None if adapter is None else DataCursor(adapter, arrays is not None)
         # Where the next epoch of Keras' loop begins, if not at its first step.
         self.start: EpochStart | None = None
 
     def get_tf_dataset(self) -> Any:
         """Returns the iterable of this rank's parts of the batches."""
-        return self._data
+        return self
+
+    def __iter__(self) -> Iterator[Batch]:
+        feed: DataFeed = self._engine.feed
+        if self._arrays is not None:
+            return feed.batches_of(self._arrays, self._orders())
+        source = None if self.cursor is None else self.cursor.read()
+        return feed.batches(source, is_split=self._is_split)
+
+    def _orders(self) -> Iterator[np.ndarray[Any, Any]]:
+        """The numbers of the samples of each batch of a pass, which one rank draws for all."""
+        ranks, cursor = self._engine.communicator, self.cursor
+        order, size = (None, 0) if cursor is None else cursor.order()
+        length, size = ranks.broadcast_json([0 if order is None else len(order), size], READER)
+        if order is None:
+            order = np.empty(length, np.int64)
+        ranks.broadcast(order, READER)
+        for begin in range(0, length, size):
+            if cursor is not None:
+                cursor.batches += 1
+            yield order[begin : begin + size]
 
     @property
     def num_batches(self) -> int | None:
@@ -99,65 +101,37 @@ class FeedAdapter(DataAdapter):
 
 
 def step_function(
-    engine: BatchEngine, step: Callable[[Batch], dict[str, Any]], steps_per_execution: int
-) -> Callable[[Any], dict[str, Any]]:
+    engine: Any, step: Callable[[Batch], dict[str, Any]], steps_per_execution: int
+) -> Callable[[Iterator[Any]], dict[str, Any]]:
     """Makes a function that trains or evaluates, as Keras' loops expect it."""
 
-    def run(iterator: Any) -> dict[str, Any]:
-        batches = iterator if isinstance(iterator, Batches) else engine.feed.batches(iterator)
-        logs = step(next(batches))
-        for _, batch in zip(range(steps_per_execution - 1), batches, strict=False):
-            logs = step(batch)
-        if batches is not iterator:  # a single batch is an epoch of its own
+    def run(iterator: Iterator[Any]) -> dict[str, Any]:
+        data = next(iterator)
+        logs = step(_batch(engine, data))
+        if not isinstance(data, Batch):  # a single batch is an epoch of its own
             engine.share_metrics()
+            return logs
+        for batch in itertools.islice(iterator, steps_per_execution - 1):
+            logs = step(batch)
         return logs
 
     return run
 
 
-def predict_function(engine: BatchEngine) -> Callable[[Sequence[Any]], Any]:
+def predict_function(engine: Any) -> Callable[[Sequence[Any]], Any]:
     """Makes a function that predicts, as Keras' loops expect it."""
 
     def run(data: Sequence[Any]) -> Any:
-        feed = engine.feed
-        batches = [b if isinstance(b, Batch) else next(feed.batches(iter([b]))) for b in data]
-        outputs = [engine.predict(batch) for batch in batches]
+        outputs = [engine.predict(_batch(engine, each)) for each in data]
         return keras.tree.map_structure(lambda *parts: keras.ops.concatenate(parts), *outputs)
 
     return run
 
 
-class BatchEngine(Protocol):
-    """Trains, tests and predicts one batch after the other, on one rank."""
-
-    communicator: Communicator
-
-    @property
-    def feed(self) -> DataFeed:
-        """Hands every rank its part of each batch."""
-
-    @property
-    def prints(self) -> bool:
-        """Whether this rank shows progress and writes files."""
-
-    def train(self, batch: Batch) -> dict[str, Any]:
-        """Trains one batch; returns Keras' logs."""
-
-    def test(self, batch: Batch) -> dict[str, Any]:
-        """Evaluates one batch; returns Keras' logs."""
-
-    def predict(self, batch: Batch) -> Any:
-        """Predicts one batch; returns the outputs for all of it."""
-
-    def share_metrics(self) -> None:
-        """Gives every rank the state of all metrics; all must call it."""
-
-    def record(self, recorder: Recorder | None) -> None:
-        """Makes training steps tell when they do what; `None` for no more of that."""
-
-
-logger = logging.getLogger(__name__)
-_NOTHING, _FUNCTION = "nothing", "a function of an InputContext"
+def _batch(engine: Any, data: Any) -> Batch:
+    """A batch of this rank, or its part of one that a method for single batches was given."""
+    found: Batch = data if isinstance(data, Batch) else next(engine.feed.batches([data]))
+    return found
 
 
 class GivenData(NamedTuple):
@@ -180,27 +154,11 @@ class GivenData(NamedTuple):
 
 
 class DataFacts(NamedTuple):
-    """What a rank tells the others of its data, and how many batches an epoch has, if known."""
+    """What a rank tells the others of its data."""
 
-    text: str
-    is_given: bool
-    has_arrays: bool
-    size: int | None
-
-
-class OpenedData(NamedTuple):
-    """Data of a script as a rank has opened them: all, the arrays that they are, or a part."""
-
-    adapter: DataAdapter | None = None
-    arrays: ArrayRows | None = None
-    is_part: bool = False
-
-    def facts(self, text: str, *, is_given: bool) -> DataFacts:
-        """What the other ranks hear of them."""
-        size = None if self.adapter is None else self.adapter.num_batches
-        return DataFacts(
-            text, is_given, self.arrays is not None, None if size is None else int(size)
-        )
+    text: str  # what they are; empty where the script gives none
+    has_arrays: bool  # whether the rank has all of them, as arrays
+    num_batches: int | None  # in an epoch, if known
 
 
 def given_data(
@@ -211,87 +169,88 @@ def given_data(
 
 
 def shared_adapters(
-    engine: BatchEngine, find: Callable[[], Sequence[GivenData | None]], *, describe: bool = False
+    engine: Any, find: Callable[[], Sequence[GivenData | None]], *, describe: bool = False
 ) -> list[FeedAdapter | None]:
     """Opens the user's data where they are read, and tells all ranks how much there is."""
     communicator = engine.communicator
-    opened: list[OpenedData] = []
+    opened: list[tuple[DataAdapter | None, ArrayRows | None]] = []
     facts: list[DataFacts] = []
 
     def open_all() -> None:
         for given in find():
-            data = _open(given, engine)
-            opened.append(data)
-            known = given is not None and (describe or communicator.size > 1)
-            text = _described(given, data.arrays) if known else _NOTHING
-            facts.append(data.facts(text, is_given=given is not None))
+            adapter, arrays = _open(given, engine)
+            opened.append((adapter, arrays))
+            text = _ABSENT if given is None else _NOTHING
+            if given is not None and (describe or communicator.size > 1):
+                text = _described(given, arrays)
+            size = None if adapter is None else adapter.num_batches
+            facts.append(DataFacts(text, arrays is not None, None if size is None else int(size)))
 
     on_all_ranks(communicator, "read the data", open_all)
     everyones: list[list[Any]] = communicator.allgather_json([list(each) for each in facts])
     by_data = zip(*everyones, strict=True)
     return [
-        _fed(engine, data, [DataFacts(*each) for each in theirs])
+        _fed(engine, *data, [DataFacts(*each) for each in theirs])
         for data, theirs in zip(opened, by_data, strict=True)
     ]
 
 
 def shared_adapter(
-    engine: BatchEngine,
-    x: Any,
-    y: Any,
-    sample_weight: Any,
-    batch_size: int | None,
-    steps: int | None,
+    engine: Any, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None
 ) -> FeedAdapter | None:
     """Opens data to evaluate or predict, as `shared_adapters`."""
     given = given_data((x, y, sample_weight), batch_size, steps)
     return shared_adapters(engine, lambda: [given])[0]
 
 
-def _open(given: GivenData | None, engine: BatchEngine) -> OpenedData:
+def _open(given: GivenData | None, engine: Any) -> tuple[DataAdapter | None, ArrayRows | None]:
     """Opens data on the ranks that may have to read, and arrays wherever they are."""
     if given is None:
-        return OpenedData()
+        return None, None
     feed, reads = engine.feed, engine.communicator.rank == READER
-    if given.is_function and feed.num_replicas > 1:
-        adapter = given.open(feed.replica, feed.num_replicas) if feed.reads_for_replica else None
-        return OpenedData(adapter, is_part=True)
+    if given.is_function and len(feed.readers) > 1:
+        reads = feed.reads_for_replica
+        return (given.open(feed.replica, len(feed.readers)) if reads else None), None
     if not reads and (given.parts[0] is None or not are_arrays(given.parts)):
-        return OpenedData()
+        return None, None
     adapter = given.open()
-    return OpenedData(adapter, ArrayRows.of(adapter))
+    return adapter, ArrayRows.of(adapter)
 
 
-def _fed(engine: BatchEngine, data: OpenedData, facts: Sequence[DataFacts]) -> FeedAdapter | None:
+def _fed(
+    engine: Any,
+    adapter: DataAdapter | None,
+    arrays: ArrayRows | None,
+    facts: Sequence[DataFacts],
+) -> FeedAdapter | None:
     """What feeds a loop of Keras, once it is known what all ranks have."""
     reads = engine.communicator.rank == READER
     first = facts[READER]
-    text, size = first.text, first.size
-    _refuse_others(facts, everywhere=text == _FUNCTION)
-    if not first.is_given:
+    _refuse_others([theirs.text for theirs in facts])
+    if first.text == _ABSENT:
         return None
     if all(theirs.has_arrays for theirs in facts):
-        order = order_of(data.adapter) if reads else None
-        return FeedAdapter(engine, order, size, data.arrays, text)
-    if data.is_part:
-        sizes = [facts[rank].size for rank in engine.feed.readers]
+        return FeedAdapter(engine, order_of(adapter) if reads else None, first, arrays)
+    readers = engine.feed.readers
+    if first.text == _FUNCTION and len(readers) > 1:
+        sizes = [facts[rank].num_batches for rank in readers]
         if len(set(sizes)) > 1:
             raise ConfigurationError(
                 "A function of an InputContext must give each replica as many batches. Received: "
                 f"{sizes} batches of replicas 0 to {len(sizes) - 1}."
             )
-        return FeedAdapter(engine, data.adapter, size, None, text, is_split=True)
-    if text != _NOTHING:
-        logger.info("rank %d reads %s and sends the other ranks their parts", READER, text)
-    return FeedAdapter(engine, data.adapter if reads else None, size, None, text)
+        return FeedAdapter(engine, adapter, first, is_split=True)
+    if first.text != _NOTHING:
+        logger.info("rank %d reads %s and sends the other ranks their parts", READER, first.text)
+    return FeedAdapter(engine, adapter if reads else None, first)
 
 
-def _refuse_others(facts: Sequence[DataFacts], *, everywhere: bool) -> None:
+def _refuse_others(texts: Sequence[str]) -> None:
     """Refuses data that differ between ranks, of those that have any."""
-    texts = [theirs.text for theirs in facts]
-    given = [text for text in texts if everywhere or text != _NOTHING]
+    everywhere = texts[READER] == _FUNCTION
+    given = [text for text in texts if everywhere or text not in (_ABSENT, _NOTHING)]
     if len({texts[READER], *given}) > 1:
-        received = "; ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
+        received = "; ".join(f"{text or _NOTHING} on rank {r}" for r, text in enumerate(texts))
         raise ConfigurationError(
             f"All ranks must have the same data, in the same order. Received: {received}. Seed "
             "what draws or shuffles them, and do not shard them: each replica takes its own rows "
@@ -300,15 +259,15 @@ def _refuse_others(facts: Sequence[DataFacts], *, everywhere: bool) -> None:
         )
 
 
-def _described(given: GivenData | None, arrays: ArrayRows | None) -> str:
+def _described(given: GivenData, arrays: ArrayRows | None) -> str:
     """What data are, in words that are the same on all ranks that have the same."""
-    if given is None or given.parts[0] is None:
+    x = given.parts[0]
+    if x is None:
         return _NOTHING
     if arrays is not None:
         return f"arrays {arrays.fingerprint()}"
     if given.is_function:
         return _FUNCTION
-    x = given.parts[0]
     if isinstance(x, tf.data.Dataset):
         size = int(x.cardinality())
         return "a tf.data.Dataset" + (f" of {size} batches" if size >= 0 else "")

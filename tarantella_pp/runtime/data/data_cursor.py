@@ -44,21 +44,15 @@ class DataCursor:
     def __init__(self, adapter: DataAdapter, numbers: bool) -> None:
         self._adapter = adapter
         self._dataset: Any = None
-        self._keeps = False
         self._passes = 0
         self._is_unread = False
-        self.batches = 0
+        self.batches = 0  # of this pass that were read
         self._skips: int | None = None
         self._order: Array | None = None
         self._states: dict[str, Array] = {}
         self._next_states: dict[str, Array] = {}
         self._user_data = dataset_of(adapter)
-        self._shuffles = numbers and is_shuffled(adapter)
         self.kind = ARRAYS if numbers else _kind_of(self._user_data)
-
-    def keep_position(self) -> None:
-        """Remembers from now on what it takes to come back to where it is."""
-        self._keeps = True
 
     def facts(self) -> dict[str, Any]:
         """What must be the same to come back to a position."""
@@ -66,10 +60,24 @@ class DataCursor:
 
     def on_epoch_begin(self) -> None:
         """Notes, before the data set hears of it, what an order would be drawn from."""
-        if self._keeps and self.kind == PY_DATASET:
+        if self.kind == PY_DATASET:
             if self._next_states:
                 _set_random_states(self._next_states)
             self._next_states, self._states = {}, _random_states()
+
+    def order(self) -> tuple[Array, int]:
+        """The numbers of the samples of the next pass, or of the rest of one; and a batch's size.
+
+        Who takes them counts `batches`.
+        """
+        skips, order = self._begin(), self._order
+        size, shuffles = batch_size_of(self._adapter) or 1, is_shuffled(self._adapter)
+        if not shuffles:
+            order = np.asarray(arrays_of(self._adapter))
+        elif order is None or skips is None:
+            order = np.concatenate([np.asarray(part) for part in self._opened()])
+        self._order = order if shuffles else None
+        return order[(skips or 0) * size :].astype(np.int64, copy=False), size
 
     def read(self) -> Iterator[Any]:
         """Reads from when the first batch is asked for; what a data set shuffles it draws at once.
@@ -77,21 +85,34 @@ class DataCursor:
         An open iterator of TensorFlow reads ahead and takes its time to stop, so that none is made
         before it is needed, where that changes no number.
         """
+        dataset, begun = self._opened(), None
+        if self.kind == TF_DATA:
+            begun = iter(dataset)
+            self._passes += 1
+            self._is_unread = True
+        return self._read(dataset, begun)
+
+    def _read(self, dataset: Any, begun: Iterator[Any] | None) -> Iterator[Any]:
+        skips = self._begin(is_counted=begun is not None)
+        for batch in itertools.islice(begun or iter(dataset), skips or 0, None):
+            self.batches += 1
+            yield batch
+
+    def _begin(self, is_counted: bool = False) -> int | None:
+        """Begins a pass, or goes on with one that had been interrupted after so many batches."""
+        skips, self._skips = self._skips, None
+        self._is_unread = False
+        if skips is None:
+            self._passes += not is_counted
+            self.batches = 0
+        return skips
+
+    def _opened(self) -> Any:
         if self._dataset is None:
             self._dataset = self._adapter.get_tf_dataset()
             if arrays_of(self._adapter) is not None:  # others are the user's, tuned as they wish
                 self._dataset = _without_tuning(self._dataset)
-        begun = None
-        if self.kind == TF_DATA:
-            begun = iter(self._dataset)
-            self._passes += 1
-            self._is_unread = True
-        return self._read(begun)
-
-    def _read(self, begun: Iterator[Any] | None) -> Iterator[Any]:
-        for batch in self._pass(begun):
-            self.batches += 1
-            yield batch
+        return self._dataset
 
     def position(
         self, epoch_steps: int, length: int | None, steps: int | None
@@ -141,25 +162,6 @@ class DataCursor:
                     collections.deque(begun, maxlen=0)
         if self._skips and self.kind != ARRAYS:
             logger.warning("reads %d batches again to come back to where it was", self._skips)
-
-    def _pass(self, begun: Iterator[Any] | None) -> Iterator[Any]:
-        """The batches of a pass that are left, which an iterator has been made for or not."""
-        skips, self._skips = self._skips, None
-        saved, self._order = self._order, None
-        self._is_unread = False
-        if skips is None:
-            self._passes += begun is None
-            self.batches = 0
-        if self.kind != ARRAYS or not self._keeps:
-            return itertools.islice(begun or iter(self._dataset), skips or 0, None)
-        if not self._shuffles:
-            return iter(self._dataset.skip(skips or 0))
-        if saved is None or skips is None:
-            saved = np.concatenate([np.asarray(part) for part in self._dataset])
-        self._order = saved
-        size = batch_size_of(self._adapter) or len(saved)
-        starts = range((skips or 0) * size, len(saved), size)
-        return (tf.convert_to_tensor(saved[start : start + size]) for start in starts)
 
 
 def _kind_of(data: Any) -> str:

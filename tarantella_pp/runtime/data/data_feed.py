@@ -2,13 +2,17 @@
 
 Unseeded shuffles differ between ranks: inputs and targets must come from one reader, and only it
 opens the data set. Every rank gets the parts of a batch that its stages use. Of arrays that all
-ranks have it gets nothing but the numbers of the samples, and takes its parts itself. A function
-of an `InputContext` has the first rank of each replica read the samples of its own.
+ranks have it gets nothing but the order of the samples, and takes its parts itself. A function of
+an `InputContext` has the first rank of each replica read the samples of its own.
+
+    reader   reads, announces rows and structure   sends each rank the inputs and targets it needs
+    others                   hear of them          receive
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import keras
@@ -18,14 +22,11 @@ import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.comm.messages import RecvRequest
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.data.batch import (
-    END,
     READER,
     ArrayRows,
     Batch,
-    BatchAnnouncement,
     Need,
     describe,
     rebuild,
@@ -33,14 +34,16 @@ from tarantella_pp.runtime.data.batch import (
 )
 from tarantella_pp.runtime.weights.process_groups import BatchShare
 
-_DATA_TAG, _TARGETS_TAG = 3, 16
+_HEADER_TAG, _NEWS_TAG, _DATA_TAG = 1, 2, 3
+# What stands for a number of samples where none follow.
+_END, _FAILED = -1, -2
 
 
 class ReadPart(NamedTuple):
-    """What the reader of a replica has read of a batch; nothing at the end, and elsewhere."""
+    """What a reader has read of a batch, and what the other ranks hear of it."""
 
-    rows: int = END
-    signature: bytes = b""
+    rows: int  # number of samples; `_END` or `_FAILED`
+    signature: bytes = b""  # what there is, or why it could not be read
     inputs: Sequence[tf.Tensor] = ()
     targets: Sequence[tf.Tensor] = ()
     failure: Exception | None = None
@@ -61,7 +64,9 @@ class DataFeed:
         self._need = needs[communicator.rank]
         self._standardize = standardize
         self._shares = shares
-        self._announcement = BatchAnnouncement(communicator)
+        self._announced: dict[int, bytes] = {}  # what each reader has told last
+        self._signature = b""
+        self._description: Any = None
         first = {need.replica: rank for rank, need in reversed(list(enumerate(needs)))}
         # The first rank of each replica reads for it where each of them reads.
         self.readers = [first[replica] for replica in sorted(first)]
@@ -72,71 +77,110 @@ class DataFeed:
         return self._need.replica
 
     @property
-    def num_replicas(self) -> int:
-        """Number of replicas."""
-        return len(self.readers)
-
-    @property
     def reads_for_replica(self) -> bool:
         """Whether this rank is one of the readers."""
         return self._communicator.rank in self.readers
 
-    def batches(
-        self,
-        source: Iterator[Any] | None,
-        arrays: ArrayRows | None = None,
-        *,
-        is_split: bool = False,
-    ) -> Batches:
-        """Iterates over the batches of one epoch, on all ranks together."""
-        return Batches(self, iter(source or ()), arrays, is_split)
+    def batches(self, source: Iterable[Any] | None, *, is_split: bool = False) -> Iterator[Batch]:
+        """Iterates over the batches of one epoch, on all ranks together.
 
-    def next(
-        self, source: Iterator[Any], arrays: ArrayRows | None = None, is_split: bool = False
-    ) -> Batch | None:
-        """Returns this rank's part of the next batch; `None` after the last one."""
-        if is_split:
-            return self._next_split(source)
-        if self._communicator.rank != READER:
-            return self._receive(arrays)
-        # Others wait for news: whatever happens here, the end and errors too, is announced.
+        One rank reads them, or of each replica the first its samples.
+        """
+        readers = self.readers if is_split else [READER]
+        reads = self._communicator.rank in readers
+        data = iter(source or ())
+        while True:
+            part = self._read(data) if reads else ReadPart(_END)
+            rank = self._communicator.rank
+            heard = [part if reader == rank else self._hear(reader) for reader in readers]
+            for reader, theirs in zip(readers, heard, strict=True):
+                if theirs.rows == _FAILED:
+                    text = f"Rank {reader} could not read the data: {theirs.signature.decode()}"
+                    raise part.failure or ConfigurationError(text)
+            if is_split:
+                self._check_parts(heard)
+            if heard[0].rows == _END:
+                return
+            self._note(heard[0].signature)
+            yield self._exchange(readers, [theirs.rows for theirs in heard], part)
+
+    def batches_of(
+        self, arrays: ArrayRows, orders: Iterable[np.ndarray[Any, Any]]
+    ) -> Iterator[Batch]:
+        """Iterates over batches of arrays that this rank has, from the numbers of their samples."""
+        inputs, _, structures = self._opened(arrays.whole(slice(0, 1)))
+        self._note(_signature(inputs, *structures))
+        for order in orders:
+            own = order[self._shares(len(order))[self._need.replica].own_rows]
+            inputs, targets = self._own_parts(arrays, own, order)
+            wanted = self._wanted(self._need, len(inputs)) if inputs else ()
+            yield self._batch(len(order), {i: inputs[i] for i in wanted}, targets)
+
+    def _own_parts(
+        self, arrays: ArrayRows, own: np.ndarray[Any, Any], order: np.ndarray[Any, Any]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """This rank's parts of a batch: all model inputs, and the targets and their weights."""
+        inputs, targets = [], []
+        if self._need.inputs:
+            inputs = self._standardize(arrays.inputs(own))
+        if self._need.targets:
+            targets = [leaf for part in arrays.targets(order) for leaf in describe(part)[1]]
+        return inputs, targets
+
+    def _read(self, source: Iterator[Any]) -> ReadPart:
+        """Reads a batch, and tells the others, who wait for it, whatever comes of it."""
         try:
-            data = next(source)
-            return self._distribute(data) if arrays is None else self._order(data, arrays)
+            inputs, targets, structures = self._opened(_without_optionals(next(source)))
+            signature = _signature(inputs, *structures)
+            part = ReadPart(int(inputs[0].shape[0]), signature, inputs, targets)
         except (StopIteration, tf.errors.OutOfRangeError):
-            self._announcement.announce(END)
-            return None
+            part = ReadPart(_END)
         except Exception as error:
-            self._announcement.fail(failure_text(READER, error))
-            raise
+            part = ReadPart(_FAILED, f"{type(error).__name__}: {error}".encode(), failure=error)
+        own = self._communicator.rank
+        # A structure that all know is not told again.
+        news = b"" if part.signature == self._announced.get(own) else part.signature
+        header, text = np.array([part.rows, len(news)], np.int64), np.frombuffer(news, np.uint8)
+        for rank in range(self._communicator.size):
+            if rank != own:
+                self._communicator.send([header], rank, _HEADER_TAG, label="batch header")
+                if news:
+                    self._communicator.send([text], rank, _NEWS_TAG, label="batch structure")
+        if part.rows >= 0:
+            self._announced[own] = part.signature
+        return part
 
-    def _next_split(self, source: Iterator[Any]) -> Batch | None:
-        """Gets a batch whose samples the first rank of each replica reads, each its own."""
-        part = self._read_part(source) if self.reads_for_replica else ReadPart()
-        everyones = self._communicator.allgather_json(
-            [part.rows, part.signature.hex(), failure_text(self._communicator.rank, part.failure)]
-        )
-        heard: list[Any] = [everyones[rank] for rank in self.readers]
-        for _, _, failure in heard:
-            if failure:
-                raise part.failure or ConfigurationError(failure)
-        rows = self._agreed([rows for rows, _, _ in heard], {text for _, text, _ in heard})
-        if rows == END:
-            return None
-        self._announcement.keep(bytes.fromhex(heard[0][1]))
-        return self._exchange(rows, part)
+    def _hear(self, reader: int) -> ReadPart:
+        """Hears what another rank has read."""
+        rows, size = self._get((2,), np.int64, reader, _HEADER_TAG).tolist()
+        news = self._get((size,), np.uint8, reader, _NEWS_TAG).tobytes() if size else b""
+        if rows < 0:
+            return ReadPart(rows, news)
+        if news:
+            self._announced[reader] = news
+        return ReadPart(rows, self._announced[reader])
 
-    def _agreed(self, parts: list[int], signatures: set[str]) -> int:
-        """Number of samples of a batch that readers have read parts of; or `END`."""
-        if set(parts) == {END}:
-            return END
-        if len(signatures) == 1:
+    def _get(self, shape: tuple[int], dtype: Any, reader: int, tag: int) -> np.ndarray[Any, Any]:
+        spec = TensorSpec(shape, np.dtype(dtype))
+        return self._communicator.post_receive([spec], reader, tag, label="data").wait()[0]
+
+    def _note(self, signature: bytes) -> None:
+        if signature != self._signature:
+            self._signature = signature
+            self._description = msgspec.msgpack.decode(signature)
+
+    def _check_parts(self, heard: Sequence[ReadPart]) -> None:
+        """Refuses parts of a batch that are not the replicas' shares of it."""
+        parts = [part.rows for part in heard]
+        if set(parts) == {_END}:
+            return
+        if len({part.signature for part in heard}) == 1:
             shares = [share.counted_rows for share in self._shares(sum(parts))]
             if parts == shares and 0 not in parts:
-                return sum(parts)
+                return
             wrong = f"parts of {parts} samples, where the replicas' shares are {shares}"
         else:
-            ended = END in parts
+            ended = _END in parts
             wrong = "no more batch on some ranks" if ended else "batches of different structures"
         raise ConfigurationError(
             "A function of an InputContext must give each replica its share of every batch. "
@@ -144,76 +188,51 @@ class DataFeed:
             "drop_remainder=True, and let every replica read as many batches."
         )
 
-    def _read_part(self, source: Iterator[Any]) -> ReadPart:
-        """Reads the samples of this rank's replica."""
-        try:
-            inputs, targets, structures = self._opened(_without_optionals(next(source)))
-            signature = _signature(inputs, *structures)
-            return ReadPart(int(inputs[0].shape[0]), signature, inputs, targets)
-        except (StopIteration, tf.errors.OutOfRangeError):
-            return ReadPart()
-        except Exception as error:
-            return ReadPart(failure=error)
-
-    def _exchange(self, rows: int, part: ReadPart) -> Batch:
-        """Gets inputs from the replica's reader, and targets from all replicas' readers."""
-        specs, *structures = self._announcement.signature
-        shares, wanted = self._shares(rows), self._wanted(self._need, len(specs))
+    def _exchange(self, readers: Sequence[int], parts: Sequence[int], part: ReadPart) -> Batch:
+        """Gets inputs from the reader of this rank's replica, and targets from all readers."""
+        own, (specs, *structures) = self._communicator.rank, self._description
         leaves = [spec for structure in structures for spec in tensors_in(structure)]
-        awaited = [
-            self._awaited(share.counted_rows, leaves, reader, _TARGETS_TAG)
-            for reader, share in zip(self.readers, shares, strict=True)
-            if self._need.targets and leaves
-        ]
-        own = [to_buffer(target) for target in part.targets]
-        if self.reads_for_replica:
-            self._send_part(part.inputs, own)
-            inputs = {i: part.inputs[i] for i in wanted}
-        elif wanted:
-            mine, reader = [specs[i] for i in wanted], self.readers[self.replica]
-            request = self._awaited(shares[self.replica].counted_rows, mine, reader, _DATA_TAG)
-            received = request.wait() if request else ()
-            inputs = dict(zip(wanted, map(to_tensor, received), strict=True))
-        else:
-            inputs = {}
-        pieces = [own if request is None else request.wait() for request in awaited]
-        targets = [to_tensor(np.concatenate(each)) for each in zip(*pieces, strict=True)]
-        return self._batch(rows, inputs, targets, tuple(structures))
+        begins = [*accumulate(parts, initial=0)]
+        shares = self._shares(begins[-1])
 
-    def _send_part(self, inputs: Sequence[tf.Tensor], targets: Sequence[Any]) -> None:
-        """Sends model inputs within the replica, and targets to the last ranks of all."""
-        for rank, need in enumerate(self._needs):
-            if rank == self._communicator.rank:
-                continue
-            if need.replica == self.replica and (wanted := self._wanted(need, len(inputs))):
-                arrays = [to_buffer(inputs[i]) for i in wanted]
-                self._communicator.send(arrays, rank, _DATA_TAG, label="data")
-            if need.targets and targets:
-                self._communicator.send(targets, rank, _TARGETS_TAG, label="data")
+        def inputs_from(place: int, need: Need) -> tuple[Sequence[int], slice]:
+            """Which inputs a rank gets from a reader, and which of that one's rows."""
+            rows = shares[need.replica].own_rows
+            gets = place == _source(need, readers)
+            wanted = self._wanted(need, len(specs)) if gets else ()
+            return wanted, slice(rows.start - begins[place], rows.stop - begins[place])
 
-    def _awaited(self, rows: int, specs: Sequence[Any], rank: int, tag: int) -> RecvRequest | None:
-        """Makes ready to receive samples; `None` where this rank has them itself."""
-        if rank == self._communicator.rank:
-            return None
-        return self._communicator.post_receive(_buffers(rows, specs), rank, tag, label="data")
-
-    def _distribute(self, data: Any) -> Batch:
-        inputs, targets, structures = self._opened(_without_optionals(data))
-        rows = int(inputs[0].shape[0])
-        self._announcement.announce(rows, _signature(inputs, *structures))
-        shares = self._shares(rows)
-        for rank, need in enumerate(self._needs):
-            if rank != self._communicator.rank:
-                own = shares[need.replica].own_rows
-                arrays = [to_buffer(inputs[i])[own] for i in self._wanted(need, len(inputs))]
-                arrays += map(to_buffer, targets if need.targets else ())
-                if arrays:
+        requests = []
+        for place, reader in enumerate(readers):
+            wanted, rows = inputs_from(place, self._need)
+            buffers = _buffers(rows.stop - rows.start, [specs[i] for i in wanted])
+            buffers += _buffers(parts[place], leaves) if self._need.targets else []
+            requests.append(
+                self._communicator.post_receive(buffers, reader, _DATA_TAG, label="data")
+                if buffers and reader != own
+                else None
+            )
+        received: list[list[tf.Tensor]] = [[] for _ in readers]
+        if own in readers:
+            place = readers.index(own)
+            for rank, need in enumerate(self._needs):
+                wanted, rows = inputs_from(place, need)
+                whole = rows == slice(0, part.rows)
+                tensors = [part.inputs[i] if whole else part.inputs[i][rows] for i in wanted]
+                tensors += part.targets if need.targets else ()
+                if rank == own:
+                    received[place] = tensors
+                elif tensors:
+                    arrays = [to_buffer(tensor) for tensor in tensors]
                     self._communicator.send(arrays, rank, _DATA_TAG, label="data")
-        own = shares[self._need.replica].own_rows
-        whole = own == slice(0, rows)
-        wanted = self._wanted(self._need, len(inputs))
-        mine = {i: inputs[i] if whole else inputs[i][own] for i in wanted}
-        return self._batch(rows, mine, targets, structures)
+        for place, request in enumerate(requests):
+            if request is not None:
+                received[place] = [to_tensor(array) for array in request.wait()]
+        wanted, source = self._wanted(self._need, len(specs)), _source(self._need, readers)
+        inputs = dict(zip(wanted, received[source], strict=False))
+        received[source] = received[source][len(wanted) :]
+        targets = [tf.concat(each, 0) for each in zip(*received, strict=True)]
+        return self._batch(begins[-1], inputs, targets if len(readers) > 1 else received[0])
 
     def _opened(self, data: Any) -> tuple[list[tf.Tensor], list[tf.Tensor], tuple[Any, Any]]:
         """Takes a batch apart: model inputs; targets and their weights; the structures of both."""
@@ -225,110 +244,24 @@ class DataFeed:
         return inputs, targets, (y_struct, w_struct)
 
     def _wanted(self, need: Need, count: int) -> Sequence[int]:
-        """The inputs that a rank gets."""
+        """The inputs that a rank gets, of so many."""
         return need.inputs
 
-    def _order(self, numbers: tf.Tensor, arrays: ArrayRows) -> Batch:
-        """Tells every rank the numbers of the samples that come next."""
-        order = to_buffer(numbers)
-        inputs, leaves = self._own_parts(order, arrays)
-        first = order[:1]  # is enough to see what there is, on a rank that does not need it
-        inputs = inputs or self._standardize(arrays.inputs(first))
-        structures = self._structures(arrays, first)
-        self._announcement.announce(len(order), _signature(inputs, *structures))
-        for rank, need in enumerate(self._needs):
-            if rank != self._communicator.rank and need.any:
-                self._communicator.send([order], rank, _DATA_TAG, label="order of samples")
-        mine = {i: inputs[i] for i in self._wanted(self._need, len(inputs))}
-        return self._batch(len(order), mine, leaves, structures)
-
-    def _structures(self, arrays: ArrayRows, rows: Any) -> tuple[Any, Any]:
-        """The structures of targets and of their weights."""
-        y, weight = (describe(part)[0] for part in arrays.targets(rows))
-        return y, weight
-
-    def _own_parts(
-        self, order: np.ndarray[Any, Any], arrays: ArrayRows
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """This rank's parts of a batch: all model inputs, and the targets and their weights."""
-        inputs, targets = [], []
-        if self._need.inputs:
-            own = self._shares(len(order))[self._need.replica].own_rows
-            inputs = self._standardize(arrays.inputs(order[own]))
-        if self._need.targets:
-            targets = [leaf for part in arrays.targets(order) for leaf in describe(part)[1]]
-        return inputs, targets
-
-    def _batch(
-        self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any], targets: tuple[Any, Any]
-    ) -> Batch:
+    def _batch(self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any]) -> Batch:
+        """This rank's part of a batch of the structure that was noted."""
+        _, *structures = self._description
         shares, y, weight = self._shares(rows), None, None
         if self._need.targets:
-            count = len(tensors_in(targets[0]))
-            y, weight = rebuild(targets[0], leaves[:count]), rebuild(targets[1], leaves[count:])
+            y_struct, w_struct = structures
+            count = len(tensors_in(y_struct))
+            y, weight = rebuild(y_struct, leaves[:count]), rebuild(w_struct, leaves[count:])
         share = shares[self._need.replica]
-        return Batch(rows, shares, share, inputs, y, weight, targets, self._announcement.known)
-
-    def _receive(self, arrays: ArrayRows | None) -> Batch | None:
-        rows = self._announcement.hear()
-        if rows == END:
-            return None
-        if arrays is not None:
-            return self._take(rows, arrays)
-        specs, y, weight = self._announcement.signature
-        need = self._wanted(self._need, len(specs))
-        own = sum(self._shares(rows)[self._need.replica].own_sizes)
-        buffers = _buffers(own, [specs[i] for i in need])
-        if self._need.targets:
-            buffers += _buffers(rows, [*tensors_in(y), *tensors_in(weight)])
-        received = self._get(buffers, _DATA_TAG) if buffers else []
-        tensors = [to_tensor(array) for array in received]
-        inputs = dict(zip(need, tensors, strict=False))
-        return self._batch(rows, inputs, tensors[len(need) :], (y, weight))
-
-    def _take(self, rows: int, arrays: ArrayRows) -> Batch:
-        """Takes the samples of the next batch from their numbers."""
-        inputs: list[tf.Tensor] = []
-        leaves: list[tf.Tensor] = []
-        if self._need.any:
-            order = self._get([TensorSpec((rows,), np.dtype(np.int64))], _DATA_TAG)[0]
-            inputs, leaves = self._own_parts(order, arrays)
-        mine = {i: inputs[i] for i in self._wanted(self._need, len(inputs))}
-        return self._batch(rows, mine, leaves, self._announcement.signature[1:])
-
-    def _get(self, specs: Sequence[TensorSpec], tag: int) -> list[np.ndarray[Any, Any]]:
-        return self._communicator.post_receive(specs, READER, tag, label="data").wait()
+        return Batch(rows, shares, share, inputs, y, weight, tuple(structures), self._signature)
 
 
-class Batches:
-    """The batches of one epoch, as this rank gets them."""
-
-    def __init__(
-        self,
-        feed: DataFeed,
-        source: Iterator[Any],
-        arrays: ArrayRows | None = None,
-        is_split: bool = False,
-    ) -> None:
-        self._feed = feed
-        self._source = source
-        self._arrays = arrays
-        self._is_split = is_split
-        self._ended = False
-
-    def __iter__(self) -> Batches:
-        return self
-
-    def __next__(self) -> Batch:
-        batch: Batch | None = None
-        try:
-            if not self._ended:
-                batch = self._feed.next(self._source, self._arrays, self._is_split)
-        finally:
-            self._ended = batch is None
-        if batch is None:
-            raise StopIteration
-        return batch
+def _source(need: Need, readers: Sequence[int]) -> int:
+    """Which of the readers has a rank's inputs."""
+    return need.replica if len(readers) > 1 else 0
 
 
 def _buffers(rows: int, specs: Sequence[Any]) -> list[TensorSpec]:
@@ -342,13 +275,6 @@ def _signature(inputs: Sequence[tf.Tensor], y: Any, weight: Any) -> bytes:
     """Names what there is in a batch."""
     specs = [([None, *tensor.shape[1:]], tensor.dtype.name) for tensor in inputs]
     return msgspec.msgpack.encode([specs, y, weight])
-
-
-def failure_text(rank: int, failure: Exception | None) -> str:
-    """An error while reading, for the other ranks; empty if there is none."""
-    if failure is None:
-        return ""
-    return f"Rank {rank} could not read the data: {type(failure).__name__}: {failure}"
 
 
 def dense(value: Any, what: str) -> Any:

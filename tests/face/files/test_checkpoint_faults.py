@@ -212,7 +212,9 @@ OTHERS = {
         "given": model(rate=0.2)
     },
     "compiled.loss: 'mse' in the checkpoint, 'mae' now": lambda: {"given": model(loss="mae")},
-    r"variables\[0\]\[3\]: True in the checkpoint, False now": lambda: {"given": model(frozen=True)},
+    r"variables\[0\]\[3\]: True in the checkpoint, False now": lambda: {
+        "given": model(frozen=True)
+    },
     "data.contents: 'arrays float64 .22, 6.": lambda: {"x": X + 1},
     "data.batch_size: 8 in the checkpoint, 4 now": lambda: {"batch_size": 4},
     "data.shuffle: True in the checkpoint": lambda: {"shuffle": False},

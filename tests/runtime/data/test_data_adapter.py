@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
-from tarantella_pp.internals.data import get_data_adapter
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.data.batch import Need
-from tarantella_pp.runtime.data.data_adapter import FedData
-from tarantella_pp.runtime.data.data_cursor import DataCursor
+from tarantella_pp.runtime.data.data_adapter import DataFacts, FeedAdapter
 from tarantella_pp.runtime.data.data_feed import DataFeed
 from tarantella_pp.runtime.weights.process_groups import batch_shares
 
@@ -44,7 +43,8 @@ def feed():
 
 def test_a_data_set_is_opened_once_and_read_when_a_batch_is_asked_for():
     adapter = Opened()
-    data = FedData(feed(), DataCursor(adapter, numbers=False))
+    engine = SimpleNamespace(feed=feed(), communicator=Communicator())
+    data = FeedAdapter(engine, adapter, DataFacts("a data set", False, 2))
     assert [batch.rows for batch in data] == [2, 1]
     iter(data)  # as Keras does at the end of an epoch
     assert (adapter.opened, adapter.read) == (1, 1)
@@ -68,15 +68,3 @@ def test_data_that_have_ended_or_failed_are_not_read_again():
         with pytest.raises(StopIteration):  # and no other rank is told a second time
             next(batches)
     assert len(asked) == 1
-
-
-def test_arrays_are_sliced_without_a_thread_that_tunes():
-    """It would have the end of an epoch wait for it; what a user has tuned stays so."""
-    arrays = get_data_adapter(np.ones((3, 2), "float32"), np.zeros(3, "float32"), batch_size=2)
-    whole = get_data_adapter(tf.data.Dataset.from_tensors((tf.ones((2, 2)), tf.zeros(2))))
-    tuned = []
-    for adapter in (arrays, whole):
-        cursor = DataCursor(adapter, numbers=False)
-        assert next(iter(FedData(feed(), cursor))).rows == 2
-        tuned.append(cursor._dataset.options().autotune.enabled)
-    assert tuned == [False, None]

@@ -3,53 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import threading
 import types
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.optimizers import settable_learning_rate
-from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
-
-_FIRST_TAG, _TAGS = 64, 256
-_FLOAT = np.dtype(np.float64)
-
-
-class _Vote(NamedTuple):
-    """What a rank says after a step."""
-
-    call: float  # number of the call that the step belongs to
-    step: float  # number of the step in it
-    stop: float  # whether the rank wants to stop
-    rate: float  # its learning rate; NaN where a schedule sets it
-
-
-class _Decision(NamedTuple):
-    """What the first rank makes of all votes."""
-
-    call: float  # number of the call that the step belongs to
-    step: float  # number of the step in it
-    stop: float  # whether all ranks stop
-    odd: float = -1.0  # A rank with another learning rate than the first one; -1 for none
-    rate: float = 0.0  # the learning rate there
-    first: float = 0.0  # the first rank's
+from tarantella_pp.runtime.comm.communicator import Communicator
 
 
 class Lockstep(keras.callbacks.Callback):
     """Stops all ranks after the same step, and refuses learning rates that differ.
 
     A rank's clock or a file may tell it alone to stop, and what callbacks set on one rank only is
-    not known to the others. So after each step every rank sends the first one its vote, and takes
-    that one's decision. The first rank waits for nobody: it counts its own vote of this step, and
-    of the others' the votes of the step before, which have come ahead of that step's gradients. So
-    where all ranks want to stop they do so at once, and where one does, all do so a step later.
+    not known to the others. So after each step every rank votes: whether it wants to stop, and its
+    learning rate. The votes of the step before count, which have come ahead of this step's
+    gradients, so that nobody waits. Only ranks that want to stop wait for the votes of this step:
+    where all want to they do so at once, and where one does, all do so a step later.
 
     It is the last of a rank's callbacks, to see what the others have set.
     """
@@ -58,13 +34,8 @@ class Lockstep(keras.callbacks.Callback):
         super().__init__()
         self._preemption = preemption
         self._communicator = communicator
-        self._call = communicator.call_number
-        # Of its own: a callback that evaluates must not take the votes of the `fit` around it.
-        self._tag = _FIRST_TAG + self._call % _TAGS
-        self._step = 0
-        self._awaited = False
-        self._rate = math.nan
-        self._wishes: set[str] = set()
+        self._votes: Any = None  # on their way since the last step
+        self._late = False  # whether one wanted to stop in the last step before validation
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Agrees with the other ranks whether to stop training."""
@@ -80,19 +51,24 @@ class Lockstep(keras.callbacks.Callback):
         self._agree("stop_predicting")
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Takes the votes that training has left."""
-        self._take_votes()
+        """Counts the votes that training has left."""
+        self._late = self._count()
+
+    def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Takes the votes of the last step, which come too late."""
+        self._count()
+
+    def on_predict_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Takes the votes of the last step, which come too late."""
+        self._count()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Agrees with the other ranks whether this epoch was the last; all come here together."""
         self._note_preemption()
-        self._take_votes()
-        wish = self.model.stop_training or "stop_training" in self._wishes
+        late, self._late = self._late or self._count(), False
+        wish = late or bool(self.model.stop_training)
         given = self._communicator.allgather_json([wish, settable_learning_rate(self.model)])
-        rates = [rate for _, rate in given]
-        for rank, rate in enumerate(rates):
-            if _differ(rates[0], rate):
-                raise _refusal(rates[0], rank, rate)
+        _refuse_other_rates([rate for _, rate in given])
         self.model.stop_training = any(wish for wish, _ in given)
 
     def _note_preemption(self) -> None:
@@ -102,70 +78,34 @@ class Lockstep(keras.callbacks.Callback):
 
     def _agree(self, name: str) -> None:
         """Sets one of the model's flags to what holds for all ranks."""
+        stop = self._count(refuse=True)
         wish = bool(getattr(self.model, name))
-        vote = _Vote(self._call, self._step, wish, settable_learning_rate(self.model))
-        if self._communicator.rank == 0:
-            decision = self._decide(vote)
-            for rank in range(1, self._communicator.size):
-                self._send(decision, rank)
-        else:
-            self._send(vote, 0)
-            decision = _Decision(*self._receive(0, len(_Decision._fields)))
-        self._step += 1
-        if decision.odd >= 0:
-            raise _refusal(decision.first, int(decision.odd), decision.rate)
-        if wish and not decision.stop:
-            self._wishes.add(name)
-        setattr(self.model, name, bool(decision.stop))
+        vote = np.array([[wish, settable_learning_rate(self.model)]], np.float64)
+        tag = self._communicator.largest_tag // 2 - 1  # not that of a sum of gradients
+        self._votes = self._communicator.start_allgather([vote], tag=tag, label="whether to stop")
+        if wish and not stop:
+            stop = bool(self._votes.wait()[0][:, 0].all())
+        setattr(self.model, name, stop)
 
-    def _decide(self, mine: _Vote) -> _Decision:
-        votes = self._take_votes()
-        self._awaited = True
-        before, self._rate = self._rate, mine.rate
-        stop = mine.stop or any(vote.stop for vote in votes)
-        for rank, vote in enumerate(votes, 1):
-            if _differ(before, vote.rate):
-                return _Decision(mine.call, mine.step, stop, rank, vote.rate, before)
-        return _Decision(mine.call, mine.step, stop)
+    def _count(self, refuse: bool = False) -> bool:
+        """Whether any rank wanted to stop in the last step, unless that was counted."""
+        votes, self._votes = self._votes, None
+        if votes is None:
+            return False
+        wishes, rates = votes.wait()[0].T
+        if refuse:
+            _refuse_other_rates(rates.tolist())
+        return bool(wishes.any())
 
-    def _take_votes(self) -> list[_Vote]:
-        """The other ranks' votes of the last step, on the first rank; none if they were taken."""
-        if not self._awaited:
-            return []
-        self._awaited = False
-        return [
-            _Vote(*self._receive(rank, len(_Vote._fields), self._step - 1))
-            for rank in range(1, self._communicator.size)
-        ]
 
-    def _send(self, values: tuple[float, ...], rank: int) -> None:
-        self._communicator.send(
-            [np.array(values, _FLOAT)], rank, self._tag, label="whether to stop"
-        )
-
-    def _receive(self, rank: int, size: int, step: int | None = None) -> list[float]:
-        """Receives a step's values; drops older ones, left by calls that an error ended."""
-        spec = [TensorSpec((size,), _FLOAT)]
-        about = [self._call, self._step if step is None else step]
-        while True:
-            request = self._communicator.post_receive(
-                spec, rank, self._tag, label="whether to stop"
+def _refuse_other_rates(rates: Sequence[float]) -> None:
+    for rank, rate in enumerate(rates):
+        if not np.array_equal(rate, rates[0], equal_nan=True):
+            raise ConfigurationError(
+                "All ranks must train at the same learning rate, each its own stages. Received: "
+                f"learning_rate={rates[0]:g} on rank 0, learning_rate={rate:g} on rank {rank}. A "
+                "callback that sets it must do so on every rank."
             )
-            values: list[float] = request.wait()[0].tolist()
-            if values[:2] == about:
-                return values
-
-
-def _differ(one: float, other: float) -> bool:
-    return one != other and not (math.isnan(one) and math.isnan(other))
-
-
-def _refusal(first: float, rank: int, rate: float) -> ConfigurationError:
-    return ConfigurationError(
-        "All ranks must train at the same learning rate, each its own stages. Received: "
-        f"learning_rate={first:g} on rank 0, learning_rate={rate:g} on rank {rank}. A callback "
-        "that sets it must do so on every rank."
-    )
 
 
 # EX_TEMPFAIL: start it again; `tarantella` ends so, too, when SIGTERM has stopped a job.

@@ -167,16 +167,12 @@ class FolderMaker(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Makes the folder of a checkpoint that is written every few batches."""
         if self._checkpoint.save_freq != "epoch":
-            self._make({"batch": batch + 1, **(logs or {})})
+            self.on_epoch_end(self._epoch, {"batch": batch + 1, **(logs or {})})
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Makes the folder of a checkpoint that is written once an epoch."""
-        if self._checkpoint.save_freq == "epoch":
-            self._make(logs or {})
-
-    def _make(self, logs: Mapping[str, Any]) -> None:
         with contextlib.suppress(KeyError):  # the checkpoint itself names the missing key
-            path = Path(self._checkpoint.filepath.format(epoch=self._epoch + 1, **logs))
+            path = Path(self._checkpoint.filepath.format(epoch=epoch + 1, **(logs or {})))
             path.parent.mkdir(parents=True, exist_ok=True)
 
 

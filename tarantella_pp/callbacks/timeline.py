@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.files.file_replacement import replace_file
 from tarantella_pp.runtime.tracing.machine import clock_offset
 from tarantella_pp.runtime.tracing.recorder import (
     UPDATE,
@@ -37,16 +38,8 @@ from tarantella_pp.simulation import StepTimeline
 # it computes, for its messages and for its steps, and an arrow from each send to its receive.
 COMPUTE, COMMUNICATION, STEPS = 1, 2, 3
 _TRACKS = {COMPUTE: "compute", COMMUNICATION: "communication", STEPS: "steps"}
-_KINDS = {
-    "F": ("forward", "thread_state_running"),
-    "B": ("input gradient", "rail_response"),
-    "W": ("weight gradient", "rail_animation"),
-    "BW": ("backward", "rail_response"),
-}
-"""Category and colour, among those that chrome://tracing knows."""
-_WAIT_COLOUR = "thread_state_iowait"
-_INSIDE = 10
-"""Nanoseconds: what belongs to a slice must not be at its very end."""
+_KINDS = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "backward"}
+_INSIDE = 10  # nanoseconds: what belongs to a slice must not be at its very end
 
 TraceEvent = dict[str, Any]
 
@@ -204,9 +197,7 @@ def write_trace(
 ) -> None:
     """Writes recorded steps to a file, all of it or nothing."""
     document = {"displayTimeUnit": "ms", "traceEvents": trace_events(steps, simulation)}
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(msgspec.json.encode(document))
-    partial.replace(path)
+    replace_file(path, lambda draft: draft.write_bytes(msgspec.json.encode(document)))
 
 
 def trace_events(
@@ -279,14 +270,13 @@ def _pictured(
 
 
 def _slice(process: int, track: int, span: Span, zero: float, facts: dict[str, Any]) -> TraceEvent:
-    name, category, colour = _look(span.what)
+    name, category = _look(span.what)
     start, end = _nanoseconds(span.start - zero), _nanoseconds(span.end - zero)
-    event = {
+    return {
         "ph": "X", "pid": process, "tid": thread_id(process, track),
         "name": name, "cat": category, "args": facts,
         "ts": _written(start), "dur": _written(max(0, end - start - 1)),
     }  # fmt: skip
-    return event if colour is None else {**event, "cname": colour}
 
 
 def _arrow(process: int, what: Transfer, span: Span, zero: float, number: int) -> TraceEvent:
@@ -313,13 +303,12 @@ def _written(nanoseconds: int) -> float:
     return (nanoseconds + 0.25) / 1000
 
 
-def _look(what: Action | str) -> tuple[str, str, str | None]:
-    """Returns name, category and colour."""
+def _look(what: Action | str) -> tuple[str, str]:
+    """Returns name and category."""
     if isinstance(what, Compute):
-        return str(what), *_KINDS[what.kind]
-    category, colour = ("wait", _WAIT_COLOUR) if is_wait(what) else ("step", None)
+        return str(what), _KINDS[what.kind]
+    category = "wait" if is_wait(what) else "send" if isinstance(what, Transfer) else "step"
     if not isinstance(what, Transfer):
-        return str(what), category, colour
+        return str(what), category
     verb = "send" if what.operation == "S" else "receive"
-    name = f"{verb} {what.direction}{what.micro_batch} {what.source}>{what.target}"
-    return name, "send" if colour is None else category, colour
+    return f"{verb} {what.direction}{what.micro_batch} {what.source}>{what.target}", category

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import h5py
 
@@ -18,7 +19,7 @@ from tarantella_pp.files.checkpoint_folder import sync
 from tarantella_pp.runtime.comm.collective import files_of_index
 
 
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
     """Writes a file that replaces an older one when it is complete and on the disk."""
     path = Path(os.path.realpath(path))
     with _folder_beside(path) as folder:

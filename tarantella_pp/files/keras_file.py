@@ -11,14 +11,13 @@ import datetime
 import hashlib
 import io
 import json
-import os
 import shutil
 import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import keras
 
@@ -52,7 +51,6 @@ class KerasFile:
     def __init__(self, filepath: Any) -> None:
         opened = isinstance(filepath, io.IOBase)
         self.name = f"an open {type(filepath).__name__}" if opened else f"'{filepath}'"
-        self._folder = None if opened else Path(os.path.realpath(filepath)).parent
         with contextlib.ExitStack() as stack:
             try:
                 self._file: Any = filepath if opened else stack.enter_context(open(filepath, "rb"))
@@ -82,7 +80,7 @@ class KerasFile:
             ) as file:
                 yield file
         else:
-            with self._scratch_file() as file:
+            with tempfile.TemporaryFile() as file:
                 with self._zip.open(member) as data:
                     shutil.copyfileobj(data, file, _MIB)
                 yield file
@@ -117,13 +115,6 @@ class KerasFile:
         lengths = self._file.read(4)
         name, extra = (int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
         return member.header_offset + 30 + name + extra
-
-    def _scratch_file(self) -> BinaryIO:
-        """A file without a name, beside this one or where the system has its own."""
-        try:
-            return cast(BinaryIO, tempfile.TemporaryFile(dir=self._folder))
-        except OSError:
-            return cast(BinaryIO, tempfile.TemporaryFile())
 
     def _error(self, error: Exception) -> ConfigurationError:
         if isinstance(error, OSError):

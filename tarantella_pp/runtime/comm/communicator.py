@@ -205,11 +205,6 @@ class Communicator:
             return contextlib.nullcontext()
         return self._channel.process.agreement.call(self._channel.waiter, method, facts)
 
-    @property
-    def call_number(self) -> int:
-        """How many calls all ranks have made together; the same on all ranks."""
-        return 0 if self._channel is None else self._channel.process.agreement.number
-
     def breaks(self, error: BaseException) -> None:
         """Notes that an error ended a call in the middle of messages; none may follow."""
         if self._channel is not None:

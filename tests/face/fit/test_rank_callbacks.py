@@ -69,7 +69,7 @@ class Fails(keras.callbacks.Callback):
 
 
 STOPS = {
-    "the first rank, at once": ((0,), {"train": 2}, {}, 3),
+    "the first rank, a step later": ((0,), {"train": 2}, {}, 4),
     "all ranks, at once": ((0, 1), {"train": 2}, {}, 3),
     "the last rank, a step later": ((1,), {"train": 2}, {}, 4),
     "the last rank, in the last step": ((1,), {"train": 5}, {}, 6),

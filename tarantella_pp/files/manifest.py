@@ -50,6 +50,7 @@ class DataPosition(msgspec.Struct, frozen=True):
     batches: int  # how many batches of the last pass have been trained
     epochs: int  # how many times the data set was called at an epoch's end
     in_pass: bool  # whether the next batch is one of that pass
+    random: Any = None  # what a `PyDataset` draws its order from
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -107,12 +107,10 @@ class LogsOfEpoch(keras.Model):  # type: ignore[misc]
     of data of unknown length.
     """
 
-    def _logs_so_far(self) -> dict[str, Any]:
-        """Returns the logs of the last step, also of a run that goes on here."""
-        return {}
+    _engine: Any
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
-        logs = logs or self._logs_so_far()
+        logs = logs or dict(self._engine.logs)
         if not logs and (metrics := compiled_metrics(self)) is not None and not metrics.built:
             return logs  # there has never been a batch
         return super()._get_metrics_result_or_logs(logs)

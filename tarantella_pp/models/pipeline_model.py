@@ -337,10 +337,6 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         """Returns the logs of the last step, or of none since a reset, the same on every rank."""
         return dict(self._engine.logs or super().get_metrics_result())
 
-    def _logs_so_far(self) -> dict[str, Any]:
-        """Returns the logs of the last step; none where there was none since a reset."""
-        return dict(self._engine.logs)
-
     @collective()
     def reset_metrics(self) -> None:
         """Makes all metrics begin anew, as Keras does before each epoch; all ranks must call it."""

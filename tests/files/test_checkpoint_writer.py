@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tarantella_pp.files.checkpoint_folder import DRAFT
+from tarantella_pp.files.checkpoint_folder import DRAFT, sync
 from tarantella_pp.files.checkpoint_reader import newest_whole
 from tarantella_pp.files.checkpoint_writer import CheckpointWriter
 from tarantella_pp.files.manifest import DataPosition
@@ -93,3 +93,14 @@ def test_kills_while_writing_lose_no_checkpoint(tmp_path):
     assert interrupted > KILLS // 4  # or nothing was tried
     write(directory, step := newest(directory) + 1)
     assert sorted(os.listdir(directory)) == [f"step-{i:08d}" for i in (step - 1, step)]
+
+
+def test_a_folder_that_cannot_be_synced_is_no_error_and_a_file_is(tmp_path, monkeypatch):
+    def refuse(descriptor: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr(os, "fsync", refuse)
+    sync(tmp_path)
+    with pytest.raises(OSError, match="Invalid argument"):
+        sync(tmp_path / "file")

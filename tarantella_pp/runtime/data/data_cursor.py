@@ -49,8 +49,8 @@ class DataCursor:
         self.batches = 0  # of this pass that were read
         self._skips: int | None = None
         self._order: Array | None = None
-        self._states: dict[str, Array] = {}
-        self._next_states: dict[str, Array] = {}
+        self._states: Any = None
+        self._next_states: Any = None
         self._user_data = dataset_of(adapter)
         self.kind = ARRAYS if numbers else _kind_of(self._user_data)
 
@@ -61,9 +61,9 @@ class DataCursor:
     def on_epoch_begin(self) -> None:
         """Notes, before the data set hears of it, what an order would be drawn from."""
         if self.kind == PY_DATASET:
-            if self._next_states:
+            if self._next_states is not None:
                 _set_random_states(self._next_states)
-            self._next_states, self._states = {}, _random_states()
+            self._next_states, self._states = None, _random_states()
 
     def order(self) -> tuple[Array, int]:
         """The numbers of the samples of the next pass, or of the rest of one; and a batch's size.
@@ -124,11 +124,10 @@ class DataCursor:
         in_pass = epoch_steps > 0
         if steps is not None:
             in_pass = length is None or self.batches < length
-        arrays = {}
+        states = None
         if self.kind == PY_DATASET:
-            arrays = self._states if in_pass else _random_states()
-        elif self._order is not None and in_pass:
-            arrays = {"order": self._order}
+            states = self._states if in_pass else _random_states()
+        arrays = {} if self._order is None or not in_pass else {"order": self._order}
         passes = self._passes
         if self.kind == TF_DATA and not in_pass:
             # How many there would be before the next pass, had training not been interrupted: with
@@ -138,7 +137,7 @@ class DataCursor:
             else:
                 passes += length is not None and not self._is_unread
         place = {"kind": self.kind, "passes": passes, "batches": self.batches}
-        return {**place, "in_pass": in_pass}, arrays
+        return {**place, "in_pass": in_pass, "random": states}, arrays
 
     def resume(self, position: Any, arrays: Mapping[str, Array]) -> None:
         """Comes back to a position, with the next batch that is read."""
@@ -149,7 +148,7 @@ class DataCursor:
             for _ in range(position.epochs):
                 self._user_data.on_epoch_begin()
                 self._user_data.on_epoch_end()
-            self._next_states = dict(arrays)
+            self._next_states = position.random
         elif self.kind == TF_DATA:
             # An open pass begins again with `read`, which counts it.
             self._dataset = self._adapter.get_tf_dataset()
@@ -170,24 +169,16 @@ def _kind_of(data: Any) -> str:
     return TF_DATA if isinstance(data, tf.data.Dataset) else OTHER
 
 
-def _random_states() -> dict[str, Array]:
-    """The states of Python's and NumPy's global random numbers."""
-    _, words, gauss = random.getstate()
-    _, keys, place, has_gauss, cached = np.random.get_state()  # noqa: NPY002
-    extra = [np.nan if gauss is None else gauss, place, has_gauss, cached]
-    return {
-        "python": np.array(words, np.uint32),
-        "numpy": np.asarray(keys, np.uint32),
-        "gauss": np.array(extra, np.float64),
-    }
+def _random_states() -> dict[str, Any]:
+    """The states of Python's and NumPy's global random numbers, as JSON keeps them."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
 
 
-def _set_random_states(states: Mapping[str, Array]) -> None:
-    gauss, place, has_gauss, cached = states["gauss"].tolist()
-    words = tuple(int(word) for word in states["python"])
-    random.setstate((3, words, None if np.isnan(gauss) else gauss))
-    state = ("MT19937", states["numpy"], int(place), int(has_gauss), cached)
-    np.random.set_state(state)  # noqa: NPY002
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(states["numpy"]))  # noqa: NPY002
 
 
 def _without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -110,16 +110,15 @@ DATA = {
 }
 
 
-ALIKE = ("in order", "within batches")
-"""What takes the way of shuffled arrays, and is tried on demand."""
+ALIKE = ("in order", "within batches")  # take the way of shuffled arrays; tried on demand
 QUICK = ("arrays", "PyDataset", "tf.data of unknown length", "generator")
+# After which steps runs are stopped; those of other data in the middle of an epoch.
 STOPS = {
     "arrays": (5, 6),
     "tf.data": (5, 6),
     "tf.data in parts of a pass": (5,),  # the sixth step ends a pass
     "tf.data of unknown length": (4, 6),  # the fourth would be the last, which nobody knows yet
 }
-"""After which steps runs are stopped; those of other data in the middle of an epoch."""
 
 
 @pytest.mark.parametrize(
@@ -155,31 +154,24 @@ def test_a_loss_that_is_scaled_goes_on_with_its_scale(tmp_path):
 
 
 def test_each_sample_is_seen_once_in_an_epoch_without_a_seed(tmp_path):
-    seen = []
     x = 100.0 + np.arange(22.0)[:, None] * np.ones((1, 6))
 
-    class Seen(keras.losses.Loss):
-        def call(self, y_true, y_pred):
+    def train(*callbacks):
+        seen = []
+
+        def loss(y_true, y_pred):
             tf.py_function(lambda rows: seen.extend(rows.numpy().tolist()), [y_true[:, 0]], [])
             return tf.reduce_mean((y_true - y_pred) ** 2, axis=-1)
 
-    def train(*callbacks):
         trained = model()
-        trained.compile("sgd", Seen(), run_eagerly=None)
+        trained.compile("sgd", loss)
         tf.random.set_seed(random.randrange(10**6))
         own = tnt.callbacks.Checkpoint(tmp_path)
-        fit = {"batch_size": 5, "epochs": 1, "verbose": 0}
-        trained.fit(x, x[:, :3], callbacks=[own, *callbacks], **fit)
+        trained.fit(x, x[:, :3], batch_size=5, epochs=1, verbose=0, callbacks=[own, *callbacks])
+        return {row for row in seen if row in x[:, 0]}  # the loss is tried on made-up values, too
 
-    def of_samples():  # the loss is tried on made-up values, too
-        return {row for row in seen if row in x[:, 0]}
-
-    train(At(2, stop))
-    first, seen[:] = of_samples(), []
-    train()
-    assert len(first) == 10
-    assert sorted(first | of_samples()) == x[:, 0].tolist()
-    assert not first & of_samples()
+    first, rest = train(At(2, stop)), train()
+    assert (len(first), first & rest, first | rest) == (10, set(), {*x[:, 0]})
 
 
 def faster(epoch, rate):
@@ -197,17 +189,17 @@ def callbacks():
 @pytest.mark.slow
 def test_callbacks_remember(tmp_path):
     """Learning rates go on from that of the step, and an early stop is one."""
-    fit = {"validation_split": 0.3, "epochs": 12}
-    stopping = keras.callbacks.EarlyStopping("loss", baseline=0.0, patience=3)
-    expected = run(None, *callbacks(), stopping, **fit)
+
+    def go(directory, *more):
+        stopping = keras.callbacks.EarlyStopping("loss", baseline=0.0, patience=3)
+        return run(directory, *callbacks(), stopping, *more, validation_split=0.3, epochs=12)
+
+    expected = go(None)
     assert len(expected[1]) < 12
     for step in (2, 7):
-        again = keras.callbacks.EarlyStopping("loss", baseline=0.0, patience=3)
-        run(tmp_path, *callbacks(), again, At(step, stop), **fit)
-    again = keras.callbacks.EarlyStopping("loss", baseline=0.0, patience=3)
-    assert run(tmp_path, *callbacks(), again, **fit) == expected
-    again = keras.callbacks.EarlyStopping("loss", baseline=0.0, patience=3)
-    assert run(tmp_path, *callbacks(), again, **fit) == expected
+        go(tmp_path, At(step, stop))
+    assert go(tmp_path) == expected
+    assert go(tmp_path) == expected
 
 
 class Killed(BaseException):

@@ -1,4 +1,4 @@
-"""Files are whole or not there, and Keras' own functions do what the methods do."""
+"""Files are whole or not there, and those of plain Keras, which loads them and trains on."""
 
 from __future__ import annotations
 
@@ -21,11 +21,20 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers.files import contents, full_disk
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import X, Y, distance, use_float64
-from tests.zoo.models import mlp, sequential, two_in_two_out
+from tests.helpers.training import CASES, X, Y, adamw, decaying, distance, make, use_float64
+from tests.zoo.models import (
+    mlp,
+    nested,
+    recurrent,
+    regularized,
+    residual_cnn,
+    sequential,
+    two_in_two_out,
+)
 
 pytestmark = pytest.mark.keras
 
+BITS = 1e-13
 SHARD = 400_000 / 1024**3
 WRITERS = {
     "model.keras": lambda model, path: model.save(path),
@@ -113,16 +122,9 @@ def test_files_and_copies_are_the_plain_model(tmp_path, trained):
         assert all((a.numpy() == b.numpy()).all() for a, b in slots)
     told = [model.fit(X, Y, **QUIET).history for model in copies[:3:2]]
     assert distance(*told) == 0
-    trained.save_weights(tmp_path / "a.weights.h5")
-    fresh = sequential()
-    fresh.load_weights(tmp_path / "a.weights.h5")
-    assert distance(fresh.get_weights(), trained.get_weights()) == 0
-    zeros = PipelineModel(sequential(), num_stages=2)
-    zeros.load_weights(tmp_path / "a.weights.h5")
-    assert distance(zeros.get_weights(), trained.get_weights()) == 0
 
 
-@pytest.mark.parametrize("build", [sequential, mlp, two_in_two_out])
+@pytest.mark.parametrize("build", [sequential, mlp, two_in_two_out, nested])
 def test_an_architecture_is_that_of_the_plain_model(build):
     plain = build()
     model = PipelineModel(plain, num_stages=2)
@@ -137,6 +139,69 @@ def test_an_architecture_is_that_of_the_plain_model(build):
         assert not isinstance(other, PipelineModel)
         assert [w.shape for w in other.weights] == [w.shape for w in plain.weights]
     assert made[1].get_config() == plain.get_config()
+    assert (model.name, model.layers[-1].name) == (plain.name, plain.layers[-1].name)
+
+
+BUILDS = [mlp, sequential, residual_cnn, nested, recurrent, regularized, two_in_two_out]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_weights_are_in_the_order_of_keras(tmp_path, build):
+    plain, other = build(), build()
+    model = PipelineModel(other, num_stages=2)
+    values = [np.random.default_rng(i).normal(size=w.shape) for i, w in enumerate(plain.weights)]
+    plain.set_weights(values)
+    model.set_weights(values)
+    assert same(model.get_weights(), values)
+    assert same(other.get_weights(), values)
+    assert model.count_params() == plain.count_params()
+    model.save_weights(tmp_path / "a.weights.h5")
+    plain.save_weights(tmp_path / "b.weights.h5")
+    fresh = build()
+    fresh.load_weights(tmp_path / "a.weights.h5")
+    assert same(fresh.get_weights(), values)
+    model.set_weights([np.zeros_like(v) for v in values])
+    model.load_weights(tmp_path / "b.weights.h5")
+    assert same(model.get_weights(), values)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("sequential", adamw),
+        pytest.param("nested", decaying, marks=pytest.mark.slow),
+        pytest.param("two_in_two_out", adamw, marks=pytest.mark.slow),
+        pytest.param("frozen", adamw, marks=pytest.mark.slow),
+    ],
+)
+def test_stock_keras_trains_on_identically(tmp_path, name, optimizer):
+    case = CASES[name]
+    model = make(case, num_stages=2, num_micro_batches=1)
+    model.compile(**{**case.compiled(), "optimizer": optimizer()})
+    model.fit(case.x, case.y, **QUIET)
+    model.save(tmp_path / "model.keras")
+    model.save(tmp_path / "bare.keras", include_optimizer=False)
+    model.save_weights(tmp_path / "a.weights.h5")
+    stock = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(stock) is type(case.build())
+    bare = keras.saving.load_model(tmp_path / "bare.keras")
+    assert not bare.compiled
+    assert same(bare.get_weights(), model.get_weights())
+    weights = case.build()
+    weights.compile(**{**case.compiled(), "optimizer": optimizer()})
+    weights.optimizer.build(weights.trainable_variables)
+    weights.load_weights(tmp_path / "a.weights.h5")
+    models = model, stock, weights
+    for _ in range(2):
+        results = [
+            (m.evaluate(case.x, case.y, verbose=0), m.predict(case.x, verbose=0), m.get_weights())
+            for m in models
+        ]
+        results += [m.fit(case.x, case.y, **QUIET).history for m in models]
+        for other in (1, 2):
+            assert distance(results[0], results[other]) < BITS
+            assert distance(results[3], results[3 + other]) < BITS
+    assert {int(m.optimizer.iterations) for m in models} == {9}
 
 
 @pytest.mark.parametrize(

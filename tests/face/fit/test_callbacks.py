@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-
 import keras
 import numpy as np
 import pytest
@@ -12,56 +10,10 @@ from tarantella_pp.callbacks.lockstep import Lockstep
 from tarantella_pp.callbacks.rank_rules import callbacks_of_rank, kinds_of_all_ranks
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tests.helpers.training import CASES, Case, X, Y, distance, make, regression
+from tests.helpers.training import CASES, Case, X, Y, make, regression
 from tests.zoo.models import mlp
 
 pytestmark = pytest.mark.keras
-
-ROUNDING = 1e-10
-
-
-def fast():
-    return keras.optimizers.SGD(0.5, momentum=0.9)
-
-
-def monitors(folder):
-    return [
-        keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True),
-        keras.callbacks.ReduceLROnPlateau("loss", factor=0.1, patience=0, min_delta=0.1),
-        keras.callbacks.CSVLogger(folder / "log.csv"),
-        keras.callbacks.ModelCheckpoint(
-            folder / "{epoch}-{val_mae:.3f}.keras", "val_mae", save_best_only=True
-        ),
-    ]
-
-
-def test_callbacks_see_and_do_what_they_do_in_keras(tmp_path):
-    case = Case(mlp, X, Y, regression(optimizer=fast, metrics=["mae"]))
-    found = []
-    held_out = X[:9], Y[9:18]
-    for kind, options in (("plain", {}), ("piped", {"num_stages": 2, "num_micro_batches": 2})):
-        (tmp_path / kind).mkdir()
-        model = make(case, **options)
-        told = model.fit(
-            X, Y, batch_size=8, epochs=5, shuffle=False, verbose=0, validation_data=held_out,
-            callbacks=monitors(tmp_path / kind),
-        ).history  # fmt: skip
-        found.append((told, float(model.optimizer.learning_rate), model.get_weights()))
-    assert distance(*found) < ROUNDING
-    names = [sorted(p.name for p in (tmp_path / kind).iterdir()) for kind in ("plain", "piped")]
-    assert names[0] == names[1]
-    assert found[0][1] < 0.5
-    assert len(told["loss"]) < 5
-    files = [tmp_path / kind / "log.csv" for kind in ("plain", "piped")]
-    assert distance(*(read_csv(file) for file in files)) < ROUNDING
-    for name in names[0][:-1]:
-        loaded = [keras.saving.load_model(file.parent / name) for file in files]
-        assert distance(*(model.get_weights() for model in loaded)) < ROUNDING
-
-
-def read_csv(file):
-    with open(file) as lines:
-        return [[float(value) for value in row.values()] for row in csv.DictReader(lines)]
 
 
 def test_not_a_number_stops_training():

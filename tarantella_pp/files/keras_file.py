@@ -31,7 +31,6 @@ from tarantella_pp.internals.model_files import (
     save_state,
 )
 from tarantella_pp.internals.training import layers_in
-from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.weights.remote_variables import let_go, only_own_assigned, rows_of
 from tarantella_pp.runtime.weights.value_stream import array_of, give_back
 
@@ -154,15 +153,6 @@ class _Part(io.RawIOBase):
         return count
 
 
-def plain_model(extracted: ExtractedModel, optimizer: Any = None) -> keras.Model:
-    """Makes a stock Keras model of the same layers, to save or to load."""
-    name = extracted.model.name
-    plain = keras.Model(extracted.inputs_struct, extracted.outputs_struct, name=name)
-    if optimizer is not None:
-        plain.compile(optimizer, auto_scale_loss=False)  # which has been done where it should be
-    return plain
-
-
 def config_of(model: keras.Model, compile_config: dict[str, Any] | None) -> dict[str, Any]:
     """Describes the wrapped model, so that plain Keras makes one of its class."""
     config: dict[str, Any] = keras.saving.serialize_keras_object(model)
@@ -172,9 +162,7 @@ def config_of(model: keras.Model, compile_config: dict[str, Any] | None) -> dict
     return config
 
 
-def write_plain(
-    extracted: ExtractedModel, config: dict[str, Any], optimizer: Any, path: Path
-) -> None:
+def write_plain(plain: keras.Model, config: dict[str, Any], path: Path) -> None:
     """Writes a `.keras` file that stock Keras loads and trains on."""
     metadata = {
         "keras_version": keras.__version__,
@@ -183,7 +171,7 @@ def write_plain(
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(METADATA, json.dumps(metadata))
         archive.writestr(CONFIG, json.dumps(config))
-        save_state(plain_model(extracted, optimizer), archive, path.with_name(WEIGHTS), rows_of)
+        save_state(plain, archive, path.with_name(WEIGHTS), rows_of)
 
 
 def read_state(file: KerasFile, plain: keras.Model, needed: Iterable[Any]) -> None:

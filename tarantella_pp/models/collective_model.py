@@ -18,7 +18,6 @@ from tarantella_pp.files.file_replacement import replace_file, replace_shards
 from tarantella_pp.files.keras_file import (
     KerasFile,
     config_of,
-    plain_model,
     read_state,
     read_weights,
     write_plain,
@@ -128,7 +127,7 @@ class CollectiveModel(LogsOfEpoch):
             optimizer = self._optimizer_state and self._optimizer_state.whole()
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "model.keras"
-                write_plain(engine.extracted, self._config(optimizer), optimizer, path)
+                write_plain(self._plain(optimizer), self._config(optimizer), path)
                 return pickled(path.read_bytes())
 
     @collective("overwrite", "include_optimizer", filepath=lambda given: _named(given["filepath"]))
@@ -148,11 +147,10 @@ class CollectiveModel(LogsOfEpoch):
 
         def write(draft: Path, state: Any) -> None:
             optimizer = state if include_optimizer else None
-            extracted = self._engine.extracted
             if draft.suffix in _LEGACY:
-                write_legacy(draft, extracted.model, self, optimizer)
+                write_legacy(draft, self._engine.extracted.model, self, optimizer)
             else:
-                write_plain(extracted, self._config(optimizer), optimizer, draft)
+                write_plain(self._plain(optimizer), self._config(optimizer), draft)
 
         if isinstance(filepath, io.IOBase):
             self._save_to_each(filepath, write)
@@ -191,12 +189,11 @@ class CollectiveModel(LogsOfEpoch):
 
         New files replace older ones only when all of them are complete.
         """
-        engine = self._engine
         path = _path(filepath)
         self._refuse_existing(path, overwrite)
 
         def write(draft: Path, state: Any) -> None:
-            plain = plain_model(engine.extracted, state)
+            plain = self._plain(state)
             if max_shard_size is None and draft.name.endswith(".weights.h5"):
                 save_weights(plain, draft, rows_of)
             else:
@@ -236,7 +233,7 @@ class CollectiveModel(LogsOfEpoch):
     def _receiving(self) -> tuple[keras.Model, list[Any]]:
         """What takes over a state, and this rank's variables; all ranks must call it."""
         state = self._optimizer_state
-        plain = plain_model(self._engine.extracted, None if state is None else state.receiver())
+        plain = self._plain(None if state is None else state.receiver())
         return plain, list(self._engine.weights.needed().values())
 
     def _state_share(self) -> StateShare:
@@ -272,6 +269,15 @@ class CollectiveModel(LogsOfEpoch):
         # Ranks that do not write serve values here, and come to the next line when all are written.
         stream.serve()
         on_one_rank(communicator, last, what, work)
+
+    def _plain(self, optimizer: Any) -> keras.Model:
+        """Makes a stock Keras model of the same layers, to save or to load."""
+        extracted = self._engine.extracted
+        name = extracted.model.name
+        plain = keras.Model(extracted.inputs_struct, extracted.outputs_struct, name=name)
+        if optimizer is not None:
+            plain.compile(optimizer, auto_scale_loss=False)  # which is done where it should be
+        return plain
 
     def _config(self, optimizer: Any = True) -> dict[str, Any]:
         """Describes the wrapped model, with its compilation if there is an optimizer."""

@@ -125,16 +125,12 @@ POINTS = {
 }
 
 
-@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_while_writing_loses_no_checkpoint(run, monkeypatch, point, after):
+def test_a_kill_while_writing_loses_no_checkpoint(run, monkeypatch, point):
     directory, expected = run
     place, name = POINTS[point]
-    original = getattr(place, name)
 
     def killed(*arguments):
-        if after:
-            original(*arguments)
         raise Killed
 
     before = contents(directory)
@@ -142,9 +138,7 @@ def test_a_kill_while_writing_loses_no_checkpoint(run, monkeypatch, point, after
     with pytest.raises(Killed):
         fit(directory)
     monkeypatch.undo()
-    now = contents(directory)
-    if not (point == "old ones" and after):
-        assert before.items() <= now.items()
+    assert before.items() <= contents(directory).items()
     assert fit(directory) == expected
     assert sorted(os.listdir(directory)) == ["step-00000007", "step-00000008", "step-00000009"]
 
@@ -183,7 +177,7 @@ class During(keras.callbacks.Callback):
             self.work()
 
 
-def test_two_jobs_in_one_directory_are_told_apart(run):
+def test_another_job_in_the_directory_is_noticed(run):
     """The one that finds what the other has written ends; the other trains on as if alone."""
     directory, expected = run
     losses = []
@@ -191,17 +185,11 @@ def test_two_jobs_in_one_directory_are_told_apart(run):
     with pytest.raises(FileError, match=r"00000008'.* another job writes .* it has 'step-0000000"):
         fit(directory, callbacks=[beside])
     assert losses == expected
-    assert sorted(os.listdir(directory)) == ["step-00000007", "step-00000008", "step-00000009"]
-    assert fit(directory) == expected
-
-
-def test_another_job_that_begins_or_writes_is_noticed(run):
-    directory, expected = run
-    draft = directory / f"{checkpoint_folder.DRAFT}step-00000006.0000"
-    with pytest.raises(FileError, match=r"00000009'.* another job .* '.writing-step-0+6.0000'"):
-        fit(directory, callbacks=[During(8, draft.mkdir)])
+    draft = directory / f"{checkpoint_folder.DRAFT}step-00000008.0000"
+    with pytest.raises(FileError, match=r"00000012'.* another job .* '.writing-step-0+8.0000'"):
+        fit(directory, epochs=4, callbacks=[During(11, draft.mkdir)])
     assert draft.is_dir()  # for that job has done nothing wrong
-    assert fit(directory) == expected
+    fit(directory, epochs=4)
     assert not draft.exists()
 
 
@@ -233,16 +221,12 @@ def test_another_run_is_refused_by_what_differs(run):
 
 
 def test_another_option_of_the_loss_is_another_loss(tmp_path):
-    loss = keras.losses.MeanSquaredError
-    fit(tmp_path, model(loss=loss()), epochs=1)
-    with pytest.raises(ConfigurationError, match=r"compiled.loss: .*: 'sum_o.* 'sum'}.* now"):
-        fit(tmp_path, model(loss=loss(reduction="sum")))
     huber = keras.losses.Huber  # whose configuration has no delta
-    other = tmp_path / "other"
-    fit(other, model(loss=huber(delta=0.3)), epochs=1)
-    with pytest.raises(ConfigurationError, match=r"delta': 0.3.* in the checkpoint, .*delta': 1.0"):
-        fit(other, model(loss=huber()))
-    fit(other, model(loss=huber(delta=0.3)))
+    fit(tmp_path, model(loss=huber(delta=0.3)), epochs=1)
+    for other in (huber(), huber(delta=0.3, reduction="sum")):
+        with pytest.raises(ConfigurationError, match=r"compiled.loss: .*delta': 0.3"):
+            fit(tmp_path, model(loss=other))
+    fit(tmp_path, model(loss=huber(delta=0.3)))
 
 
 def test_what_cannot_work_is_refused(tmp_path):

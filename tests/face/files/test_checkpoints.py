@@ -107,30 +107,22 @@ def killed(directory, step, rank):
     return trained(directory, *[At(step, kill)] * (tnt.get_rank() == rank))
 
 
-def run_with_kills(directory, kills):
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(5 if more_asked_for() else 1))
+def test_killed_ranks_change_no_bit(tmp_path, number):
+    draw, kills = np.random.default_rng(number), [(4, 0), (13, 1)]
+    if number:
+        kills = [
+            (step, int(draw.integers(2))) for step in sorted(draw.integers(3, STEPS, 4).tolist())
+        ]
     for step, rank in kills:
-        run = mpi_run(2, killed, directory, step, rank, timeout=150)
+        run = mpi_run(2, killed, str(tmp_path), step, rank, timeout=150)
         assert "Traceback" not in run.stderr, run.stderr
         assert not run.timed_out, run.stderr
-    for resumed, uninterrupted in mpi_run(2, killed, directory, 0, -1, timeout=150).check().results:
+    run = mpi_run(2, killed, str(tmp_path), 0, -1, timeout=150).check()
+    for resumed, uninterrupted in run.results:
         assert resumed == uninterrupted
-
-
-@pytest.mark.mpi
-@pytest.mark.slow
-def test_killed_ranks_change_no_bit(tmp_path):
-    run_with_kills(str(tmp_path), [(4, 0), (13, 1)])
-
-
-@pytest.mark.mpi
-@pytest.mark.slow
-@pytest.mark.skipif(not more_asked_for(), reason="takes minutes; set TNT_TEST_EXAMPLES")
-def test_twenty_killed_ranks_change_no_bit(tmp_path):
-    draw = np.random.default_rng(0)
-    for number in range(5):
-        steps = sorted(draw.integers(3, STEPS, 4).tolist())
-        kills = [(step, int(draw.integers(2))) for step in steps]
-        run_with_kills(str(tmp_path / str(number)), kills)
 
 
 def half_way(directory, step=6, **options):

@@ -171,7 +171,8 @@ def _kind_of(data: Any) -> str:
 
 def _random_states() -> dict[str, Any]:
     """The states of Python's and NumPy's global random numbers, as JSON keeps them."""
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    state: Any = np.random.get_state()  # noqa: NPY002
+    kind, keys, *rest = state
     return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
 
 

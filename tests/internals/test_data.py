@@ -121,7 +121,7 @@ def test_callbacks_have_what_they_remember():
         callback.on_epoch_begin(0)
         missing = [name for name in names if not hasattr(callback, name)]
         assert missing in ([], ["best"])  # a ModelCheckpoint has one only if it looks at it
-    assert epochs.remembered_by(keras.callbacks.CSVLogger("log.csv")) is None
+    assert not epochs.remembers(keras.callbacks.CSVLogger("log.csv"))
 
 
 def test_a_seeded_order_of_arrays_is_the_same_in_each_pass():

@@ -32,8 +32,7 @@ pytestmark = pytest.mark.keras
 
 ROUNDING = 1e-10
 QUIET = {"batch_size": 6, "epochs": 1, "shuffle": False, "verbose": 0}
-ROWS = 18
-"""Samples for three batches of one size, for which stages are traced once."""
+ROWS = 18  # samples for three batches of one size, for which stages are traced once
 
 
 def towers():
@@ -175,59 +174,46 @@ def begin_all(folder, names, stages):
         begun(name, Path(folder), num_stages=stages)
 
 
-def resume_all(folder, names, stages):
+def resume_all(folder, names, stages, begin=False):
     use_float64()
+    if begin:
+        begin_all(folder, names, stages)
     return [resumed(name, Path(folder), num_stages=stages) for name in names]
-
-
-def interrupt_all(folder, names, stages):
-    begin_all(folder, names, stages)
-    return resume_all(folder, names, stages)
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("ranks", "stages", "names"),
-    [
-        (2, 4, ["several", "Adafactor", TIED]),
-        pytest.param(2, 2, ON_RANKS, marks=pytest.mark.slow),
-    ],
+    [(2, 4, ["several", "Adafactor", TIED]), (2, 2, ON_RANKS), (4, 4, [TIED])],
 )
 def test_a_break_changes_nothing_on_several_ranks(tmp_path, ranks, stages, names):
-    run = mpi_run(ranks, interrupt_all, str(tmp_path), names, stages, timeout=550).check()
+    """In the same processes, or in new ones."""
+    given = str(tmp_path), names, stages
+    if ranks == 4:
+        mpi_run(ranks, begin_all, *given, timeout=300).check()
+    run = mpi_run(ranks, resume_all, *given, ranks < 4, timeout=550).check()
     for name, slots in zip(names, zip(*run.results, strict=True), strict=True):
         check(name, tmp_path, slots)
 
 
-@pytest.mark.mpi
-@pytest.mark.slow
-def test_new_processes_go_on_on_four_ranks(tmp_path):
-    mpi_run(4, begin_all, str(tmp_path), [TIED], 4, timeout=300).check()
-    run = mpi_run(4, resume_all, str(tmp_path), [TIED], 4, timeout=300).check()
-    check(TIED, tmp_path, [slots for (slots,) in run.results])
-
-
-UNEVEN = {**QUIET, "batch_size": 8}  # a last execution of one step, with fewer samples
-
-
-def compiled():
-    keras.utils.set_random_seed(1)
-    model = mlp()
-    metrics = ["mae", keras.metrics.RootMeanSquaredError()]
-    model.compile("adam", "huber", loss_weights=2.0, metrics=metrics, steps_per_execution=2)
-    model.fit(X, Y, **UNEVEN)
-    return model
-
-
 @pytest.mark.slow
 def test_a_wrapped_model_is_compiled_as_it_was():
+    uneven = {**QUIET, "batch_size": 8}  # a last execution of one step, with fewer samples
+
+    def compiled():
+        keras.utils.set_random_seed(1)
+        model, metrics = mlp(), ["mae", keras.metrics.RootMeanSquaredError()]
+        model.compile("adam", "huber", loss_weights=2.0, metrics=metrics, steps_per_execution=2)
+        model.fit(X, Y, **uneven)
+        return model
+
     expected, plain = compiled(), compiled()
     model = PipelineModel(plain, num_stages=2, num_micro_batches=2)
     assert model.optimizer is plain.optimizer
     assert model.steps_per_execution == 2
     for _ in range(2):
-        told = [m.fit(X, Y, **UNEVEN).history for m in (expected, model)]
+        told = [m.fit(X, Y, **uneven).history for m in (expected, model)]
         assert distance(*told) < ROUNDING
         told = [m.evaluate(X, Y, return_dict=True, verbose=0) for m in (expected, model)]
         assert distance(*told) < ROUNDING

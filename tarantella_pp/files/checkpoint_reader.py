@@ -83,7 +83,10 @@ def newest_whole(ranks: Communicator, directory: Path) -> tuple[Path, Manifest, 
 
 def _seen_by_all(ranks: Communicator, directory: Path) -> list[str]:
     """The names of the checkpoints, the newest first, if all ranks see the same."""
-    mine = [[path.name, _fingerprint(path / MANIFEST)] for path in checkpoints_in(directory)]
+    mine = [
+        [path.name, sha256_of(path / MANIFEST) if (path / MANIFEST).is_file() else "none"]
+        for path in checkpoints_in(directory)
+    ]
     seen_by = ranks.allgather_json(mine)
     if odd := [rank for rank, seen in enumerate(seen_by) if seen != seen_by[0]]:
         raise ConfigurationError(
@@ -92,7 +95,3 @@ def _seen_by_all(ranks: Communicator, directory: Path) -> list[str]:
             "directory on a disk that all hosts share."
         )
     return [name for name, _ in mine]
-
-
-def _fingerprint(path: Path) -> str:
-    return sha256_of(path) if path.is_file() else "none"

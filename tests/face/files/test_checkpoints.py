@@ -224,7 +224,7 @@ def troubles(directory):
     told.append(there(directory) == before)
     with patch.context() as only:
         if rank == 1:
-            only.setattr(checkpoint_reader, "_fingerprint", lambda path: "other")
+            only.setattr(checkpoint_reader, "sha256_of", lambda path: "other")
         caught()
     caught(where=f"{directory}-{rank}")
     terminate = [At(8, lambda callback: os.kill(os.getpid(), signal.SIGTERM))]

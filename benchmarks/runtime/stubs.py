@@ -111,13 +111,13 @@ class StubStep:
     def __init__(
         self,
         training: bool,
-        rows: Mapping[int, int],
+        sizes: Sequence[int],
         array: np.ndarray,
         results: Sequence[BoundaryTensor],
         sums: StubSums | None = None,
     ) -> None:
         self.training = training
-        self.rows = rows
+        self.sizes = sizes
         self._sums = sums
         self.finished: list[int] = []
         self._array = array
@@ -212,10 +212,10 @@ class StubPipeline:
 
     def step(self) -> StubStep:
         """Runs one step."""
-        rows = dict.fromkeys(range(self.schedule.num_micro_batches), ROWS)
-        step = StubStep(self.schedule.has_backward, rows, self._array, self._results, self._sums)
+        sizes = [ROWS] * self.schedule.num_micro_batches
+        step = StubStep(self.schedule.has_backward, sizes, self._array, self._results, self._sums)
         with self._recorder.step():
-            self._recorder.runs(self.schedule, sum(rows.values()))
+            self._recorder.runs(self.schedule, sum(sizes))
             self._execution.run(self.schedule, step)
             if self._sums is not None:
                 with self._recorder.span(REDUCTIONS):

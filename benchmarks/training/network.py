@@ -55,7 +55,7 @@ from benchmarks.training.against_fit import BatchSeconds
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
-from tarantella_pp.runtime.step_schedules import MEASURED, WARM_UP
+from tarantella_pp.runtime.tracing.autotune import MEASURED, WARM_UP
 from tarantella_pp.runtime.tracing.recorder import (
     RecordedStep,
     alike,

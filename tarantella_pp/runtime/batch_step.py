@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 import tensorflow as tf
 
+from tarantella_pp.internals.optimizers import loss_scale
 from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.loss import LossArguments, LossValue
-from tarantella_pp.runtime.probes.stage_probe import Pieces, StageProbe
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor
-from tarantella_pp.runtime.weights.process_groups import ReplicaExchange
+
+if TYPE_CHECKING:
+    from tarantella_pp.runtime.rank_stages import RankStages
 
 _T = TypeVar("_T")
 
@@ -24,93 +26,84 @@ class BatchStep:
     def __init__(
         self,
         batch: Batch,
-        pieces: Pieces,
-        data: Sequence[Sequence[int]],
-        probes: Mapping[int, StageProbe],
-        exchange: ReplicaExchange,
+        stages: RankStages,
         compiled: Compilation | None = None,
         *,
         training: bool = False,
         report: Callable[[tf.Tensor], None] | None = None,
     ) -> None:
         self.training = training
-        self.pieces = pieces
-        self.results: list[Sequence[tf.Tensor]] = [()] * len(pieces.sizes)
         self.batch = batch
-        self._probes = probes
-        self._exchange = exchange
-        self._sizes = pieces.sizes
-        self._data = data
+        self.sizes = batch.share.own_sizes  # of the micro-batches of this replica
+        self.results: list[Sequence[tf.Tensor]] = [()] * len(self.sizes)
+        self._stages = stages
+        self._exchange = stages.exchange
         self._compiled = compiled
         self._update = None if compiled is None else compiled.update
-        self._loss_and_metrics = None if compiled is None else compiled.loss_and_metrics
+        self._metrics = None if compiled is None else compiled.metrics
         self._loss = None if compiled is None else compiled.loss
         coupled = compiled is not None and compiled.coupling is not None
-        self._at_once = coupled or pieces.total == 1
+        self._at_once = coupled or len(batch.share.sizes) == 1
         self._by_parts = compiled is not None and compiled.why_whole(batch) is None
-        self._scale = self._update.loss_scale() if self._update and training else None
-        self._keeps_outputs = self._loss_and_metrics is None or not self._by_parts
+        # What the loss is multiplied with before gradients are taken.
+        self._scale = loss_scale(self._update.optimizer) if self._update and training else None
+        self._keeps_outputs = self._metrics is None or not self._by_parts
         self._dtype = keras.config.floatx()
         self._pieces = {i: self._split(x) for i, x in batch.inputs.items()}
         self._losses: list[LossValue] = []
         self.added = tf.zeros((), self._dtype) if compiled is None else compiled.penalty()
         self._report = report
-        self._targets: list[tuple[Any, Any]] | None = None
+        self._targets: list[list[tf.Tensor] | None] | None = None
         self._coefficients: list[list[tf.Tensor]] | None = None
         self._gradients: Mapping[BoundaryTensor, list[tf.Tensor]] | None = None
-
-    @property
-    def rows(self) -> dict[int, int]:
-        """Number of samples of each micro-batch."""
-        return dict(enumerate(self._sizes))
 
     def begin(self) -> None:
         """Has metrics that add up count from zero on all replicas but the first."""
         # Each replica counts from zero and the first goes on: their sum is the state after all.
-        if self._by_parts and self._loss_and_metrics is not None:
-            self._exchange.begin_metrics(self._loss_and_metrics.metrics.variables)
+        if self._by_parts and self._metrics is not None:
+            self._exchange.begin_metrics(self._metrics.variables)
 
     def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
         """The model inputs of a stage."""
-        return [self._pieces[i][micro_batch] for i in self._data[stage]]
+        return [self._pieces[i][micro_batch] for i in self._stages.model_inputs[stage]]
 
     def share(self, micro_batch: int) -> float:
         """The share of a micro-batch in the batch."""
-        return self._sizes[micro_batch] / self.batch.rows
+        return self.sizes[micro_batch] / self.batch.rows
 
     def add(
         self, stage: int, micro_batch: int, inputs: Sequence[tf.Tensor], losses: tf.Tensor
     ) -> None:
         """Takes the losses that a stage's layers add for a micro-batch."""
-        probe = self._probes[stage]
-        probe.settle(self._sizes[micro_batch], inputs, losses, self.training)
+        probe = self._stages.probes[stage]
+        probe.settle(self.sizes[micro_batch], inputs, losses, self.training)
         if not self.batch.share.is_spare:
             factors = probe.factors(self.training, self.share(micro_batch))
             self.added += tf.reduce_sum(losses * factors)
 
     def added_factors(self, stage: int, micro_batch: int) -> tf.Tensor:
         """The gradient of the loss of the batch by each added loss, scaled like the loss."""
-        factors = self._probes[stage].factors(self.training, self.share(micro_batch))
+        factors = self._stages.probes[stage].factors(self.training, self.share(micro_batch))
         return factors if self._scale is None else factors * self._scale
 
     def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
         """Takes the model's outputs, on the rank of the last stage."""
         self.results[micro_batch] = results
-        if self._loss_and_metrics is None:
+        if self._metrics is None:
             return
         if self._by_parts and not self.batch.share.is_spare:
             y, weight = self._targets_of(micro_batch)
-            self._loss_and_metrics.metrics.add(y, results, weight, self.batch.signature)
+            self._metrics.add(y, results, weight, self.batch.signature)
         if not (self.training or self._at_once):
             self._take_loss(micro_batch)
 
     def run_pending(self) -> bool:
         """Updates metrics while this rank waits; returns whether there was anything to do."""
-        return self._loss_and_metrics is not None and self._loss_and_metrics.metrics.run_pending()
+        return self._metrics is not None and self._metrics.run_pending()
 
     def flush_overdue(self) -> bool:
         """Updates metrics for which outputs must not wait; returns whether there were any."""
-        return self._loss_and_metrics is not None and self._loss_and_metrics.metrics.flush_overdue()
+        return self._metrics is not None and self._metrics.flush_overdue()
 
     def forwards_done(self) -> None:
         """Reports what this rank adds to the loss, while it goes on with the backward passes."""
@@ -141,7 +134,7 @@ class BatchStep:
         """Compiles the loss for the shapes of this step before it runs, where they are known."""
         if self._loss is None:
             return
-        by_rows = {rows: i for i, rows in enumerate(self._sizes)}
+        by_rows = {rows: i for i, rows in enumerate(self.sizes)}
         kinds = {self.batch.rows: None} if self._at_once else by_rows
         for rows, micro_batch in kinds.items():
             outputs = self._loss.outputs(rows)
@@ -156,48 +149,48 @@ class BatchStep:
         if micro_batch is None:
             return LossArguments(False, batch.y, [*outputs], batch.sample_weight, self._scale)
         if self._coefficients is None:
-            self._coefficients = self._split_coefficients(outputs)
-        y, coefficients = self._targets_of(micro_batch)[0], self._coefficients[micro_batch]
-        return LossArguments(True, y, [*outputs], coefficients, self._scale)
+            found = _required(self._loss).coefficients(
+                batch.y, outputs, batch.sample_weight, batch.rows, batch.signature
+            )
+            self._coefficients = [self._split_whole(coefficient) for coefficient in found]
+        own = [pieces[micro_batch] for pieces in self._coefficients]
+        return LossArguments(True, self._targets_of(micro_batch)[0], [*outputs], own, self._scale)
 
     def _take_loss(self, micro_batch: int | None) -> Mapping[BoundaryTensor, tf.Tensor]:
         """Adds the loss of a micro-batch, or takes the whole batch's; returns its gradient."""
         if micro_batch is None:
             outputs, rows = self.whole_results(), self.batch.rows
         else:
-            outputs, rows = [*self.results[micro_batch]], self._sizes[micro_batch]
+            outputs, rows = [*self.results[micro_batch]], self.sizes[micro_batch]
         arguments = self._loss_arguments(micro_batch, outputs)
         loss = _required(self._loss).value(arguments, (self.batch.signature, rows), self.training)
         self._losses.append(loss._replace(gradients={}))  # of the size of the outputs
         if not self._keeps_outputs:
-            taken = range(len(self._sizes)) if micro_batch is None else [micro_batch]
+            taken = range(len(self.sizes)) if micro_batch is None else [micro_batch]
             for i in taken:
                 self.results[i] = ()
         return loss.gradients
 
     def logs(self, elsewhere: float) -> Mapping[str, Any]:
         """Loss and metrics after the step, on the rank of the last stage."""
-        loss_and_metrics, batch = _required(self._loss_and_metrics), self.batch
+        metrics, batch = _required(self._metrics), self.batch
         if not self.training and self._at_once:
             self._take_loss(None)
         if not self._by_parts:
             results = self.whole_results()
-            loss_and_metrics.metrics.add(batch.y, results, batch.sample_weight, batch.signature)
+            metrics.add(batch.y, results, batch.sample_weight, batch.signature)
         parts = ([loss.total, *loss.each] for loss in self._losses)
         losses = [tf.add_n(summands) for summands in zip(*parts, strict=True)]
-        if not self._counts:
+        # A replica's share counts, or of the first one the whole.
+        spare = self._exchange.replica > 0 if self._at_once else batch.share.is_spare
+        if spare:
             losses = [tf.zeros_like(loss) for loss in losses]
         losses[0] += self.added + tf.constant(elsewhere, self._dtype)
         total, *each = self._exchange.added_up(losses)
-        loss_and_metrics.metrics.finish()
+        metrics.finish()
         if self._by_parts:
-            self._exchange.merge_metrics(loss_and_metrics.metrics.variables)
-        return loss_and_metrics.finish(total, each, batch.rows)
-
-    @property
-    def _counts(self) -> bool:
-        """Whether this replica's losses count: its share, or of the first one the whole."""
-        return self._exchange.replica == 0 if self._at_once else not self.batch.share.is_spare
+            self._exchange.merge_metrics(metrics.variables)
+        return metrics.logs(total, each, batch.rows)
 
     def whole_results(self) -> list[tf.Tensor]:
         """The model's outputs for all samples of the batch, of all replicas."""
@@ -205,30 +198,17 @@ class BatchStep:
         own = [parts[0] if len(parts) == 1 else tf.concat(parts, 0) for parts in whole]
         return self._exchange.joined(own, [share.counted_rows for share in self.batch.shares])
 
-    def _split_coefficients(self, outputs: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
-        """What the values of each loss are multiplied with, for each micro-batch."""
-        batch = self.batch
-        found = _required(self._loss).coefficients(
-            batch.y, outputs, batch.sample_weight, batch.rows, batch.signature
-        )
-        pieces = [self._split_whole(coefficient) for coefficient in found]
-        return [[parts[i] for parts in pieces] for i in range(len(self._sizes))]
-
     def _targets_of(self, micro_batch: int) -> tuple[Any, Any]:
         """Targets and sample weights of a micro-batch."""
-        if self._targets is None:
-            self._targets = self._split_targets()
-        return self._targets[micro_batch]
-
-    def _split_targets(self) -> list[tuple[Any, Any]]:
         whole = (self.batch.y, self.batch.sample_weight)
-        pieces = [
-            [None] * len(self._sizes) if leaf is None else self._split_whole(leaf)
-            for leaf in keras.tree.flatten(whole)
-        ]
-        return [
-            keras.tree.pack_sequence_as(whole, list(leaves)) for leaves in zip(*pieces, strict=True)
-        ]
+        if self._targets is None:
+            self._targets = [
+                None if leaf is None else self._split_whole(leaf)
+                for leaf in keras.tree.flatten(whole)
+            ]
+        own = [None if pieces is None else pieces[micro_batch] for pieces in self._targets]
+        y, weight = keras.tree.pack_sequence_as(whole, own)
+        return y, weight
 
     def _split_whole(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """This replica's micro-batches of what has rows for the samples of all replicas."""
@@ -240,7 +220,7 @@ class BatchStep:
         return list(tf.split(tensor, share.sizes))[share.first : share.first + share.count]
 
     def _split(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        return [tensor] if len(self._sizes) == 1 else list(tf.split(tensor, self._sizes))
+        return [tensor] if len(self.sizes) == 1 else list(tf.split(tensor, self.sizes))
 
 
 def _required(value: _T | None) -> _T:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -23,7 +24,7 @@ from tarantella_pp.runtime.comm.collective import on_one_rank
 from tarantella_pp.runtime.data.batch import Batch, made_of
 from tarantella_pp.runtime.loss import BatchLoss
 from tarantella_pp.runtime.optimizer_step import OptimizerStep
-from tarantella_pp.runtime.probes.loss_probe import loss_kinds, whole_batch_reason
+from tarantella_pp.runtime.probes.loss_probe import loss_kinds
 from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, dense_tensors
 from tarantella_pp.runtime.stage.model_outputs import output_spec, pack_outputs, unpacked
@@ -32,8 +33,8 @@ from tarantella_pp.runtime.stage.stage_module import StageModule
 from tarantella_pp.runtime.weights.rank_weights import RankWeights
 
 
-class MetricUpdates:
-    """Updates a model's compiled metrics, on the rank of the last stage.
+class BatchMetrics:
+    """The metrics of a model and its logs, on the rank of the last stage.
 
     A metric is additive if parts of a batch add to its state what the batch adds, as with all of
     Keras' own but means of something that looks at several samples.
@@ -41,22 +42,27 @@ class MetricUpdates:
     outputs of a batch are kept, and the metrics updated with all of it at once.
     """
 
-    def __init__(self, metrics: Any, pack: Callable[[Sequence[tf.Tensor]], Any]) -> None:
-        self._metrics = metrics
-        self._pack = pack
+    def __init__(self, model: Any, extracted: ExtractedModel, boundary: StageBoundary) -> None:
+        self._model = model
+        self._metrics = compiled_metrics(model)
+        self._pack = functools.partial(pack_outputs, extracted, boundary)
+        self._outputs = [output_spec(extracted, tensor) for tensor in boundary.model_outputs]
         self._compiled: dict[Hashable, CompiledFunction] = {}
         self._waiting: deque[tuple[Hashable, list[tf.Tensor]]] = deque()
+        self._make_logs = tf.function(self._logs, autograph=False, reduce_retracing=True)
 
     @property
     def variables(self) -> list[Any]:
         """The state of the metrics."""
         return [] if self._metrics is None else list(self._metrics.variables)
 
-    def why_whole(self, batch: Batch, outputs: Sequence[tf.TensorSpec]) -> str | None:
-        """Finds out why the metrics need the outputs of a whole batch."""
+    def why_whole(self, batch: Batch) -> str | None:
+        """Finds out why the metrics need all outputs of a batch at once; `None` if they do not."""
         if self._metrics is None:
             return None
-        return why_not_by_parts(self._metrics, self._pack, batch.y, outputs, batch.sample_weight)
+        return why_not_by_parts(
+            self._metrics, self._pack, batch.y, self._outputs, batch.sample_weight
+        )
 
     def add(self, y: Any, results: Sequence[tf.Tensor], weight: Any, signature: Hashable) -> None:
         """Takes samples to update the metrics with, now or later."""
@@ -90,46 +96,23 @@ class MetricUpdates:
         """Forgets the rest of a step that does not end."""
         self._waiting.clear()
 
+    def logs(self, loss: tf.Tensor, each: Sequence[tf.Tensor], rows: int) -> Mapping[str, Any]:
+        """Updates the loss trackers with one batch; returns Keras' logs."""
+        logs: Mapping[str, Any] = self._make_logs(loss, list(each), tf.constant(rows))
+        return logs
+
     def _update(self, y: Any, results: list[tf.Tensor], weight: Any) -> None:
         self._metrics.update_state(y, self._pack(results), weight)
 
-
-class LossAndMetrics:
-    """The compiled loss and metrics of a model, applied to the outputs of a pipeline."""
-
-    def __init__(self, model: Any, extracted: ExtractedModel, boundary: StageBoundary) -> None:
-        self._model = model
-        self._extracted = extracted
-        self._results = boundary.model_outputs
-        self._activations = boundary.activations
-        self.metrics = MetricUpdates(compiled_metrics(model), self._pack)
-        self._finish = tf.function(self._update, autograph=False, reduce_retracing=True)
-
-    def why_whole(self, batch: Batch) -> str | None:
-        """Finds out why the metrics need all outputs of a batch at once; `None` if they do not."""
-        outputs = [output_spec(self._extracted, tensor) for tensor in self._results]
-        return self.metrics.why_whole(batch, outputs)
-
-    def finish(self, loss: tf.Tensor, each: Sequence[tf.Tensor], rows: int) -> Mapping[str, Any]:
-        """Updates the loss trackers with one batch, and the metrics with the rest."""
-        self.metrics.finish()
-        logs: Mapping[str, Any] = self._finish(loss, list(each), tf.constant(rows))
-        return logs
-
-    def _update(self, loss: tf.Tensor, each: list[tf.Tensor], rows: tf.Tensor) -> Mapping[str, Any]:
-        model = self._model
-        track_loss(model, loss, rows)
-        compiled = compiled_loss(model)
+    def _logs(self, loss: tf.Tensor, each: list[tf.Tensor], rows: tf.Tensor) -> Mapping[str, Any]:
+        track_loss(self._model, loss, rows)
+        compiled = compiled_loss(self._model)
         trackers = [] if compiled is None else compiled.metrics
         # As in Keras' own step, where the number of samples is not known: each batch counts once.
         for tracker, value in zip(trackers, each, strict=False):
             tracker.update_state(value)
-        logs: Mapping[str, Any] = keras.Model.get_metrics_result(model)
+        logs: Mapping[str, Any] = keras.Model.get_metrics_result(self._model)
         return logs
-
-    def _pack(self, results: Sequence[tf.Tensor]) -> Any:
-        values = dict(zip(self._results, results, strict=True))
-        return pack_outputs(self._extracted, values, self._activations)
 
 
 class Compilation:
@@ -150,11 +133,11 @@ class Compilation:
         outputs = unpacked(extracted.outputs_struct)
         self.loss_per_sample = bool(build_metrics(model, y, outputs, weight))
         self.coupling, kinds = loss_kinds(compiled_loss(model), extracted, y)
-        self.loss_and_metrics: LossAndMetrics | None = None
+        self.metrics: BatchMetrics | None = None
         self.loss: BatchLoss | None = None
         ranks = weights.groups.pipeline
         if ranks.rank == last_rank:
-            self.loss_and_metrics = LossAndMetrics(model, extracted, boundary)
+            self.metrics = BatchMetrics(model, extracted, boundary)
             self.loss = BatchLoss(model, extracted, boundary, kinds)
         self.update = OptimizerStep(model.optimizer, modules, model.trainable_variables, weights)
         # Only a step that has run shows which weights gradients reach.
@@ -176,7 +159,7 @@ class Compilation:
     def why_whole(self, batch: Batch) -> str | None:
         """Why metrics need the whole batch at once, if they do; all ranks must call it."""
         if batch.signature not in self._why_whole:
-            found = self.loss_and_metrics
+            found = self.metrics
             self._why_whole[batch.signature] = on_one_rank(
                 self._communicator,
                 self._last_rank,
@@ -215,13 +198,5 @@ class Compilation:
     def clear(self, error: BaseException) -> None:
         """Drops the rest of a step that an error has ended."""
         self.update.clear(error)
-        if self.loss_and_metrics is not None:
-            self.loss_and_metrics.metrics.clear()
-
-
-def expected_outputs(loss: Any, has_metrics: bool, extracted: ExtractedModel) -> OutputUse:
-    """What loss and metrics need of the outputs as far as it is known before the first batch.
-
-    Metrics are expected not to need the whole batch's, as hardly any does.
-    """
-    return OutputUse(whole_batch_reason(loss, extracted), None, has_metrics)
+        if self.metrics is not None:
+            self.metrics.clear()

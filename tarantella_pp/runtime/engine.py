@@ -10,11 +10,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tarantella_pp.internals.training import (
-    compiled_loss,
-    compiled_metrics,
-    standardize_inputs,
-)
+from tarantella_pp.internals.training import compiled_loss, compiled_metrics, standardize_inputs
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import with_findings
@@ -23,24 +19,12 @@ from tarantella_pp.runtime.comm.collective import on_all_ranks
 from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.data.batch import Batch, needs_of_ranks
 from tarantella_pp.runtime.data.data_feed import DataFeed
-from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.rank_stages import RankStages
 from tarantella_pp.runtime.shared_logs import SharedLogs
 from tarantella_pp.runtime.stage.model_outputs import pack_outputs
 from tarantella_pp.runtime.step_schedules import MemoryCheck, StepSchedules
-from tarantella_pp.runtime.tracing.recorder import (
-    LOGS,
-    REDUCTIONS,
-    TIES,
-    UPDATE,
-    Recorder,
-)
-from tarantella_pp.runtime.weights.process_groups import (
-    BatchShare,
-    ProcessGroups,
-    ReplicaExchange,
-    batch_shares,
-)
+from tarantella_pp.runtime.tracing.recorder import LOGS, REDUCTIONS, TIES, UPDATE, Recorder
+from tarantella_pp.runtime.weights.process_groups import BatchShare, ProcessGroups, batch_shares
 from tarantella_pp.runtime.weights.rank_weights import RankWeights
 from tarantella_pp.runtime.weights.remote_variables import only_traced
 
@@ -83,20 +67,13 @@ class Engine:
             free_schedule,
         )  # fmt: skip
         self.memory = MemoryCheck(plan, extracted, self.schedules, groups)
-        places = {tensor: i for i, tensor in enumerate(extracted.graph.inputs)}
-        # For each stage, the positions of the model inputs that it uses.
-        self._data = [
-            [places[port.tensor] for port in boundary.model_inputs]
-            for boundary in self.stages.boundaries
-        ]
         self.feed = DataFeed(
             groups.world,
-            needs_of_ranks(self._data, self.placement, groups),
+            needs_of_ranks(self.stages.model_inputs, self.placement, groups),
             functools.partial(standardize_inputs, model),
             self._shares,
         )
         self.shared_logs = SharedLogs(model, extracted, plan.assignment, self.placement, groups)
-        self._replica_exchange = ReplicaExchange(groups.peers)
         self._compilation: Compilation | None = None
         self._exchanges = False
 
@@ -122,7 +99,7 @@ class Engine:
         with self._whole_or_nothing():
             # What can fail does so before any message of the step is under way.
             self._rehearse(batch, training=True)
-            self._compile_ahead(batch, compiled, training=True)
+            self._compile_loss(batch, compiled, training=True)
         # Taken before it runs, so that an error in it does not have it run twice.
         prepare, self.before_training = self.before_training, None
         if prepare is not None:
@@ -130,7 +107,7 @@ class Engine:
         self.weights.clock.advance()
         with self._whole_or_nothing(), recorder.step():
             step = self._step(batch, compiled, training=True)
-            schedule = self.schedules.training(len(step.pieces.sizes), compiled.coupling)
+            schedule = self.schedules.training(len(step.sizes), compiled.coupling)
             recorder.runs(schedule, batch.rows)
             self._exchanges = True
             with self.stages.begun(step) as executor:
@@ -159,9 +136,9 @@ class Engine:
         with self._whole_or_nothing():
             self._rehearse(batch, training=False)
             compiled = self._compiled_for(batch)
-            self._compile_ahead(batch, compiled, training=False)
+            self._compile_loss(batch, compiled, training=False)
             step = self._step(batch, compiled, training=False)
-            schedule = self.schedules.inference(len(step.pieces.sizes))
+            schedule = self.schedules.inference(len(step.sizes))
             self._exchanges = True
             with self.stages.begun(step) as executor:
                 executor.run(schedule, step)
@@ -174,17 +151,14 @@ class Engine:
         step = self._step(batch, None, training=False)
         with self._whole_or_nothing():
             self._rehearse(batch, training=False)
-            if self.shared_logs.of_layers.exist:
-                self.shared_logs.metrics_change()
-            schedule = self.schedules.inference(len(step.pieces.sizes))
+            self.shared_logs.predicted()
+            schedule = self.schedules.inference(len(step.sizes))
             self._exchanges = True
             with self.stages.begun(step) as executor:
                 executor.run(schedule, step)
             messages = self.shared_logs.messages
             results = messages.share_tensors(step.whole_results() if messages.is_source else ())
-        last = self.stages.boundaries[-1]
-        values = dict(zip(last.model_outputs, results, strict=True))
-        return pack_outputs(self.extracted, values, last.activations)
+        return pack_outputs(self.extracted, self.stages.boundaries[-1], results)
 
     def share_metrics(self) -> None:
         """Gives every rank the state of all metrics; all must call it."""
@@ -229,50 +203,35 @@ class Engine:
 
         An error in it, which is the same on all ranks, leaves them able to go on.
         """
-        pieces = self._pieces(batch)
-        if not self.stages.is_due(training, pieces):
+        if not self.stages.is_due(training, batch):
             return
         self._exchanges = True
-        step = self._step(batch, None, training=training)
-        error = self.stages.rehearse(step)
+        error = self.stages.rehearse(self._step(batch, None, training=training))
         self._exchanges = False
         if error is not None:
             raise error
 
-    def _compile_ahead(self, batch: Batch, compiled: Compilation, training: bool) -> None:
-        """Compiles the loss, and later the stages, before the first step with batches of a kind.
+    def _compile_loss(self, batch: Batch, compiled: Compilation, training: bool) -> None:
+        """Compiles the loss before the first step with batches of a kind.
 
         An error in it is one of all ranks, and leaves them able to go on.
         """
         kind = (training, batch.signature, batch.rows)
-        if kind in compiled.tried or self.communicator.size == 1:
-            return
-        step = self._step(batch, compiled, training=training)
-        is_first = all(before != training for before, _, _ in compiled.tried)
-
-        def compile_step() -> None:
-            if not is_first:  # else they have been rehearsed just now
-                self.stages.compile(step)
-            step.compile_loss()
-
-        on_all_ranks(self.communicator, "compile the step", compile_step)
-        compiled.tried.add(kind)
+        if kind not in compiled.tried and self.communicator.size > 1:
+            step = self._step(batch, compiled, training=training)
+            on_all_ranks(self.communicator, "compile the loss", step.compile_loss)
+            compiled.tried.add(kind)
 
     def _step(self, batch: Batch, compiled: Compilation | None, *, training: bool) -> BatchStep:
         """A step, with loss and metrics if compiled."""
         reports = compiled is not None and not self.shared_logs.reports_late
         return BatchStep(
-            batch, self._pieces(batch), self._data, self.stages.probes, self._replica_exchange,
-            compiled, training=training, report=self.shared_logs.report if reports else None,
+            batch, self.stages, compiled, training=training,
+            report=self.shared_logs.report if reports else None,
         )  # fmt: skip
 
     def _shares(self, rows: int) -> list[BatchShare]:
         return batch_shares(rows, self._micro_batches, self.groups.num_replicas)
-
-    def _pieces(self, batch: Batch) -> Pieces:
-        # One stage, one process and one micro-batch: plain Keras, where anything goes.
-        is_plain = self.communicator.size == 1 and len(self.stages.boundaries) == 1
-        return Pieces(batch.share.own_sizes, is_plain, len(batch.share.sizes))
 
     @contextlib.contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:

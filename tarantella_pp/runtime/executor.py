@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageBoundary
 from tarantella_pp.runtime.stage_messages import StageMessages
-from tarantella_pp.runtime.tracing.recorder import (
-    METRICS,
-    Recorder,
-    Span,
-)
+from tarantella_pp.runtime.tracing.recorder import METRICS, Recorder, Span
 from tarantella_pp.schedule import (
-    Action,
     Compute,
     Direction,
     Message,
@@ -56,26 +51,20 @@ class Executor:
         self._awaited: dict[tuple[Direction, Message], Transfer] = {}
         self._waits_since = 0.0
         self._except_last = except_last
-        self._program: Sequence[Action] = ()
-        self._receives: Sequence[Transfer] = ()
-        self._forwards = 0
         self._kept_whole: frozenset[tuple[int, int]] = frozenset()
         self._step: BatchStep
 
-    def run(
-        self,
-        schedule: Schedule,
-        step: BatchStep,
-    ) -> None:
+    def run(self, schedule: Schedule, step: BatchStep) -> None:
         """Runs this rank's part of one step."""
         self.clear()
         program = schedule.actions[self._messages.rank]
         window = send_window(schedule.name, schedule.num_stages, schedule.num_ranks)
-        if program is not self._program:
-            self._count(program)
-        self._messages.begin(self._receives, step.rows, window)
+        transfers = [action for action in program if isinstance(action, Transfer)]
+        receives = [action for action in transfers if action.operation == "R"]
+        self._messages.begin(receives, step.sizes, window)
+        self._kept_whole = kept_whole(program, self._except_last)
         self._step = step
-        forwards_left = self._forwards
+        forwards_left = sum(isinstance(a, Compute) and a.kind == "F" for a in program)
         reduces = False
         for action in program:
             if reduces:  # MPI moves messages only inside its calls
@@ -105,14 +94,6 @@ class Executor:
                 if not forwards_left:
                     step.forwards_done()
 
-    def _count(self, program: Sequence[Action]) -> None:
-        """Counts what there is in a program, once for all steps that run it."""
-        self._program = program
-        transfers = [action for action in program if isinstance(action, Transfer)]
-        self._receives = [action for action in transfers if action.operation == "R"]
-        self._forwards = sum(isinstance(a, Compute) and a.kind == "F" for a in program)
-        self._kept_whole = kept_whole(program, self._except_last)
-
     def clear(self) -> None:
         """Drops the values of a step that did not end."""
         self._activations.clear()
@@ -130,12 +111,6 @@ class Executor:
         kept = self._activations if action.direction == "F" else self._gradients
         self._messages.send(action, kept.pop(action.message))
         self.recorder.spans.append(Span(action, start, time.perf_counter()))
-
-    def _receive(self, action: Transfer) -> Sequence[tf.Tensor]:
-        self._waits_since = time.perf_counter()
-        arrived = self._messages.receive(action, lambda: self._noted(self._step.run_pending))
-        self.recorder.spans.append(Span(action, self._waits_since, time.perf_counter()))
-        return arrived
 
     def _noted(self, work: Callable[[], bool]) -> bool:
         """Updates metrics, between computations or while waiting, and notes it if there was any."""
@@ -163,9 +138,12 @@ class Executor:
     def _arrived(self, direction: Direction, message: Message) -> Sequence[tf.Tensor]:
         """The tensors of a message: from this rank, or from another once they are here."""
         action = self._awaited.pop((direction, message), None)
-        if action is not None:
-            return self._receive(action)
-        return (self._activations if direction == "F" else self._gradients).pop(message)
+        if action is None:
+            return (self._activations if direction == "F" else self._gradients).pop(message)
+        self._waits_since = time.perf_counter()
+        arrived = self._messages.receive(action, lambda: self._noted(self._step.run_pending))
+        self.recorder.spans.append(Span(action, self._waits_since, time.perf_counter()))
+        return arrived
 
     def _forward(
         self, stage: Stage, action: Compute, arrived: Sequence[tf.Tensor], step: BatchStep

@@ -10,12 +10,7 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.internals.training import (
-    compiled_loss,
-    reduction_of,
-    sample_values,
-    second_loss,
-)
+from tarantella_pp.internals.training import compiled_loss, reduction_of, sample_values, second_loss
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.probes.parts import MEAN, ROWS, SUM
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, dense_tensors
@@ -65,7 +60,7 @@ class BatchLoss:
         self._extracted = extracted
         self._kinds = kinds
         self._results = boundary.model_outputs
-        self._activations = boundary.activations
+        self._pack = functools.partial(pack_outputs, extracted, boundary)
         self._sources = [
             i
             for i, tensor in enumerate(self._results)
@@ -209,10 +204,6 @@ class BatchLoss:
             coefficients = coefficients[0]
         self._each.append(tf.reduce_sum(values * coefficients))
         return self._each[-1]
-
-    def _pack(self, results: Sequence[tf.Tensor]) -> Any:
-        values = dict(zip(self._results, results, strict=True))
-        return pack_outputs(self._extracted, values, self._activations)
 
 
 def _check(

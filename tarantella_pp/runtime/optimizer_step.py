@@ -55,7 +55,7 @@ class OptimizerStep:
                 self._places.setdefault(id(weight), []).append((stage, i))
         self._sums = {stage: module.accumulator for stage, module in modules.items()}
         self._ties = own.ties
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._weights = list(filter(own.table.trains, order))
         self._trains = bool(order)
         self._applying = False
@@ -66,10 +66,6 @@ class OptimizerStep:
         self._measure = _compiled(self._measured)
         self._update = _compiled(self._apply_gradients)
         self._penalty = tf.function(self._regularization, autograph=False)
-
-    def loss_scale(self) -> tf.Tensor | None:
-        """What the loss of this step is multiplied with before gradients; `None` for nothing."""
-        return loss_scale(self._optimizer)
 
     def regularization_loss(self) -> tf.Tensor:
         """The sum of the weight regularizers, once per batch; in Keras' default float type."""
@@ -115,7 +111,7 @@ class OptimizerStep:
         # Without replicas the sums are taken inside the compiled update, which saves a copy.
         sums: Any = reduced
         if not self._buckets:
-            sums = self._collected(self._sums), self._far(arrived, self._weights)
+            sums = self._collected(self._sums), [arrived.get(id(w), []) for w in self._weights]
         if self._together:  # all ranks must know how long the gradients are, and whether finite
             sums, numbers = self._measure(sums)
             totals = np.array(numbers)
@@ -151,16 +147,13 @@ class OptimizerStep:
                 self._taken[stage] = self._sums[stage].take_collected()
         return {stage: self._taken[stage] for stage in stages}
 
-    def _far(self, arrived: Arrived, weights: Sequence[Any]) -> list[list[Gradient]]:
-        return [arrived.get(id(weight), []) for weight in weights]
-
     def _start(self, key: Bucket, arrived: Arrived, counts: bool) -> None:
         weights = self._buckets[key]
         gradients: list[Gradient] = [None] * len(weights)
         if counts:  # a replica without samples has run one nevertheless
             stages = {stage for w in weights for stage, _ in self._places.get(id(w), [])}
             with self._reduction.computing():
-                sums = self._collected(sorted(stages)), self._far(arrived, weights)
+                sums = self._collected(sorted(stages)), [arrived.get(id(w), []) for w in weights]
                 gradients = self._sums_of[key](sums)
         self._started.add(key)
         self._reduction.start(key, gradients, self._fixed(weights, arrived))
@@ -203,26 +196,26 @@ class OptimizerStep:
     def _measured(self, sums: Any) -> tuple[list[Gradient], tf.Tensor]:
         """The gradients, and what ranks must know of each other's."""
         gradients = self._regularized(sums)
-        return gradients, summands(self._optimizer, gradients, self._weights)
+        return gradients, summands(self.optimizer, gradients, self._weights)
 
     def _apply_gradients(self, sums: Any, totals: tf.Tensor | None = None) -> None:
         if totals is None:
             self._step(self._regularized(sums))
         else:
-            with with_global_norm(self._optimizer, totals):
+            with with_global_norm(self.optimizer, totals):
                 self._step(sums)
 
     def _step(self, gradients: list[Gradient]) -> None:
         if any(gradient is not None for gradient in gradients):
-            self._optimizer.apply(gradients, self._weights)
+            self.optimizer.apply(gradients, self._weights)
         elif self._trains:
-            count_step(self._optimizer)
+            count_step(self.optimizer)
 
     def _with_penalty(self, weight: Any, gradient: Gradient) -> Any:
         """Adds the gradient of the weight's regularizer, scaled like the loss."""
         if weight.regularizer is None:
             return gradient
-        scale = loss_scale(self._optimizer)
+        scale = loss_scale(self.optimizer)
         with tf.GradientTape() as tape:
             penalty = weight.regularizer(weight)
         seed = None if scale is None else tf.cast(scale, penalty.dtype)

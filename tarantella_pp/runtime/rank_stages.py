@@ -14,8 +14,8 @@ from tarantella_pp.errors import TarantellaError, UnsupportedModelError
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.batch_step import BatchStep
+from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.executor import Executor
-from tarantella_pp.runtime.layer_metrics import StageMetrics
 from tarantella_pp.runtime.probes.stage_probe import Pieces, StageProbe
 from tarantella_pp.runtime.stage.model_outputs import find_activations
 from tarantella_pp.runtime.stage.stage import Stage
@@ -28,7 +28,7 @@ from tarantella_pp.runtime.stage.stage_boundary import (
 from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.runtime.tracing.recorder import Recorder
 from tarantella_pp.runtime.weights.forward_state import ForwardState
-from tarantella_pp.runtime.weights.process_groups import ProcessGroups
+from tarantella_pp.runtime.weights.process_groups import ProcessGroups, ReplicaExchange
 from tarantella_pp.schedule import Transfer
 
 
@@ -45,7 +45,7 @@ def _error_of(where: str, name: str, text: str) -> Exception:
     return UnsupportedModelError(f"{where}. {name}: {text}")
 
 
-class RankStages(Mapping[int, Stage]):
+class RankStages(dict[int, Stage]):
     """This rank's stages, by their numbers."""
 
     def __init__(
@@ -55,6 +55,7 @@ class RankStages(Mapping[int, Stage]):
         placement: Sequence[int],
         groups: ProcessGroups,
     ) -> None:
+        super().__init__()
         graph, ranks = extracted.graph, groups.pipeline
         self._groups = groups
         self._placement = placement
@@ -62,23 +63,25 @@ class RankStages(Mapping[int, Stage]):
             graph, plan.assignment, plan.num_stages, find_activations(extracted)
         )
         self.edges = stage_edges(self.boundaries)
-        self._own = {
-            boundary.index: Stage(
-                boundary,
-                [extracted.calls[node] for node in boundary.nodes],
-                repeats=boundary.index in plan.recompute,
-            )
+        for i, boundary in enumerate(self.boundaries):
+            if placement[i] == ranks.rank:
+                calls = [extracted.calls[node] for node in boundary.nodes]
+                self[i] = Stage(boundary, calls, repeats=i in plan.recompute)
+        self.modules = {index: stage.module for index, stage in self.items()}
+        # For each stage, of this rank or of others, the places of the model inputs that it uses.
+        self.model_inputs = [
+            [graph.inputs.index(used.tensor) for used in boundary.model_inputs]
             for boundary in self.boundaries
-            if placement[boundary.index] == ranks.rank
-        }
-        self.modules = {index: stage.module for index, stage in self._own.items()}
+        ]
+        self.exchange = ReplicaExchange(groups.peers)
         self.probes = {
-            i: StageProbe(module, _weights_past(extracted, module.boundary.nodes))
+            i: StageProbe(
+                module, _weights_past(extracted, module.boundary.nodes), groups.num_replicas
+            )
             for i, module in self.modules.items()
         }
-        self._num_replicas = groups.num_replicas
         messages = StageMessages(ranks, graph, self.edges, placement, sent_as=plan.wire_dtype)
-        self.executor = Executor(self._own, messages, Recorder(1), plan.except_last)
+        self.executor = Executor(self, messages, Recorder(1), plan.except_last)
         self._forward_state = ForwardState(
             [call for module in self.modules.values() for call in module.layer.calls],
             [module.statistics for module in self.modules.values()],
@@ -86,23 +89,16 @@ class RankStages(Mapping[int, Stage]):
         )
         self.have_run = False
         self._messages = messages
+        # One stage, one process and one micro-batch: plain Keras, where anything goes.
+        self._is_plain = groups.world.size == 1 and len(self.boundaries) == 1
         self._measures = False
         self._tried: set[tuple[bool, bool]] = set()
         self._arrived: dict[int, list[tf.Tensor]] = defaultdict(list)
 
-    def __getitem__(self, index: int) -> Stage:
-        return self._own[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._own)
-
-    def __len__(self) -> int:
-        return len(self._own)
-
-    def is_due(self, training: bool, pieces: Pieces) -> bool:
+    def is_due(self, training: bool, batch: Batch) -> bool:
         """Whether steps of a kind are yet to be tried out."""
-        several = pieces.total > 1
-        return (training, several) not in self._tried and (several or not pieces.is_plain)
+        several = len(batch.share.sizes) > 1
+        return (training, several) not in self._tried and (several or not self._is_plain)
 
     def rehearse(self, step: BatchStep) -> Exception | None:
         """Runs the first micro-batch forward, stage after stage; leaves nothing behind.
@@ -122,21 +118,8 @@ class RankStages(Mapping[int, Stage]):
             self._forward_state.restore(before)
         error = self._of_all_replicas(error)
         if error is None:
-            self._tried.add((step.training, step.pieces.total > 1))
+            self._tried.add((step.training, len(step.batch.share.sizes) > 1))
         return error
-
-    def compile(self, step: BatchStep) -> None:
-        """Compiles this rank's stages for the micro-batches of a step, if it knows their shapes."""
-        # One micro-batch of each size will do.
-        keys = {rows: key for key, rows in enumerate(step.pieces.sizes)}
-        for index, stage in self._own.items():
-            for rows, key in keys.items():
-                arrived = [self._messages.shapes(edge, rows) for edge in stage.boundary.receives]
-                known = [specs for specs in arrived if specs is not None]
-                if len(known) == len(arrived):
-                    coming = [spec for specs in known for spec in specs]
-                    inputs = [*step.data(index, key), *coming]
-                    stage.compile([tf.TensorSpec(t.shape, t.dtype) for t in inputs], step.training)
 
     def _of_all_replicas(self, error: Exception | None) -> Exception | None:
         """The error of the first replica that has one."""
@@ -154,9 +137,13 @@ class RankStages(Mapping[int, Stage]):
         if boundary.index in self:
             inputs = [*step.data(boundary.index, 0), *self._arrived.pop(boundary.index, ())]
             try:
-                outputs = self._examine(boundary.index, step, inputs)
+                pieces = Pieces(step.sizes, self._is_plain, len(step.batch.share.sizes))
+                outputs = self.probes[boundary.index].examine(
+                    pieces, inputs, step.training,
+                    lambda: (step.data(boundary.index, i) for i in range(1, len(step.sizes))),
+                )  # fmt: skip
                 if self._measures:
-                    self._own[boundary.index].run_once(inputs, step.share(0), step.training)
+                    self[boundary.index].run_once(inputs, step.share(0), step.training)
             except Exception as caught:
                 error = caught
         described = self._groups.pipeline.broadcast_json(_described(error), owner)
@@ -169,15 +156,6 @@ class RankStages(Mapping[int, Stage]):
             self._pass_on(edge, [values[tensor] for tensor in edge.tensors if values], step)
         return None
 
-    def _examine(self, index: int, step: BatchStep, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-        stage, later = self._own[index], range(1, len(step.pieces.sizes))
-        if step.share(0) < 1.0:
-            metrics = StageMetrics(stage.module, self._num_replicas)
-            stage.means[step.training] = metrics.find_means(inputs, step.training)
-        return self.probes[index].examine(
-            step.pieces, inputs, step.training, lambda: (step.data(index, key) for key in later)
-        )
-
     def _pass_on(self, edge: StageEdge, values: list[tf.Tensor], step: BatchStep) -> None:
         """Takes what a stage gives to a later one; it is received before anything else can fail."""
         source, target = self._placement[edge.source], self._placement[edge.target]
@@ -186,7 +164,7 @@ class RankStages(Mapping[int, Stage]):
             self._messages.send(Transfer(edge.source, edge.target, "S", "F", 0), values)
         elif rank == target != source:
             receive = Transfer(edge.source, edge.target, "R", "F", 0)
-            self._messages.begin([receive], {0: step.pieces.sizes[0]})
+            self._messages.begin([receive], step.sizes)
             values = self._messages.receive(receive)
         if rank == target:
             self._arrived[edge.target] += values
@@ -203,7 +181,7 @@ class RankStages(Mapping[int, Stage]):
     def clear(self) -> None:
         """Drops the rest of a step that an error has ended."""
         self.executor.clear()
-        for stage in self._own.values():
+        for stage in self.values():
             stage.clear()
 
     def find_reach(self, scored: Iterable[int]) -> None:
@@ -222,7 +200,7 @@ class RankStages(Mapping[int, Stage]):
                 or any((edge.target, tensor.tensor) in connected for edge in boundary.sends)
                 for tensor in boundary.outputs_with_gradient
             ]
-            stage = self._own.get(boundary.index)
+            stage = self.get(boundary.index)
             reached = None if stage is None else stage.reached(coming)
             reached = ranks.broadcast_json(reached, self._placement[boundary.index])
             connected |= {
@@ -233,20 +211,19 @@ class RankStages(Mapping[int, Stage]):
 
     def find_fallbacks(self) -> dict[int, str]:
         """Returns which stages of any rank could not be cut, and why; all ranks must call it."""
-        mine = {str(i): stage.fallback for i, stage in self._own.items() if stage.fallback}
+        mine = {str(i): stage.fallback for i, stage in self.items() if stage.fallback}
         everywhere = self._groups.pipeline.allgather_json(mine)
         return {int(i): reason for theirs in everywhere for i, reason in theirs.items()}
 
     def first_shapes(self) -> dict[str, Any]:
         """What the stages were compiled for first, by replica and stage."""
         return {
-            f"{self._groups.replica}.{index}": stage.first_shapes
-            for index, stage in self._own.items()
+            f"{self._groups.replica}.{index}": stage.first_shapes for index, stage in self.items()
         }
 
     def begin_with(self, shapes: Mapping[str, Any]) -> None:
         """Compiles the stages as they were in a run that goes on here."""
-        for index, stage in self._own.items():
+        for index, stage in self.items():
             known = shapes.get(f"{self._groups.replica}.{index}")
             if known:
                 stage.begin_with(known)

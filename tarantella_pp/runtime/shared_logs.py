@@ -10,11 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.internals.functional import layer_metrics
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
-from tarantella_pp.runtime.layer_metrics import LayerMetrics
 from tarantella_pp.runtime.weights.process_groups import ProcessGroups
 from tarantella_pp.runtime.weights.remote_variables import OF_METRICS, StepCounter, make_remote
 from tarantella_pp.runtime.weights.shared_weights import broadcast_variable
@@ -142,22 +142,26 @@ class SharedLogs:
         groups: ProcessGroups,
     ) -> None:
         self.messages = LogExchange(groups.pipeline, placement[-1])
-        self.of_layers = LayerMetrics(extracted, assignment, placement)
         self._model = model
         self._ranks = groups.pipeline
-        self._num_replicas = groups.num_replicas
         self._last = placement[-1]
         self._clock = StepCounter(OF_METRICS)
         self._differ = False
-
-    @property
-    def reports_late(self) -> bool:
-        """Whether what layers have measured is known only once replicas have added it up."""
-        return self.of_layers.exist and self._num_replicas > 1
+        self._owners: dict[int, int] = {}
+        # The variables of metrics that layers update when they are called, by rank.
+        self._of_layers: dict[int, list[Any]] = {rank: [] for rank in placement}
+        for call, stage in zip(extracted.calls, assignment, strict=True):
+            for variable in (v for m in layer_metrics(call.operation) for v in m.variables):
+                if id(variable) not in self._owners:
+                    self._owners[id(variable)] = placement[stage]
+                    self._of_layers[placement[stage]].append(variable)
+        # What layers have measured is known only once replicas have added it up.
+        self.reports_late = bool(self._owners) and groups.num_replicas > 1
 
     def report(self, added: tf.Tensor) -> None:
         """Tells the rank of the last stage what this one adds; see `LogExchange.report`."""
-        self.messages.report(added, self.of_layers.state(self._ranks.rank))
+        states = (np.ravel(variable.numpy()) for variable in self._of_layers[self._ranks.rank])
+        self.messages.report(added, np.concatenate([np.zeros(0), *states]))
 
     def share(self, kind: str, step: BatchStep) -> dict[str, Any]:
         """Gives every rank the logs of a step; all must call it."""
@@ -166,10 +170,18 @@ class SharedLogs:
         self.metrics_change()
         logs: Mapping[str, Any] = {}
         if self.messages.is_source:
-            losses, metrics = self.messages.reports(self.of_layers.size)
-            self.of_layers.take(metrics)
+            losses, metrics = self.messages.reports(lambda rank: sum(self._sizes(rank)))
+            for rank, numbers in metrics.items():
+                values = np.split(numbers, np.cumsum(self._sizes(rank)))
+                for variable, value in zip(self._of_layers[rank], values, strict=False):
+                    variable.assign(value.reshape(variable.shape))
             logs = step.logs(losses)
         return self.messages.share_logs(kind, logs)
+
+    def predicted(self) -> None:
+        """Notes that layers may have updated metrics in a step without logs."""
+        if self._owners:
+            self.metrics_change()
 
     def metrics_change(self) -> None:
         """Notes that metrics are updated, on the ranks that have them."""
@@ -194,5 +206,8 @@ class SharedLogs:
         """The variables of all metrics by now, each with the rank that updates it."""
         for metric in self._model.metrics:
             for variable in metric.variables:
-                owner = self.of_layers.owner(variable)
-                yield variable, self._last if owner is None else owner
+                yield variable, self._owners.get(id(variable), self._last)
+
+    def _sizes(self, rank: int) -> list[int]:
+        """How many numbers each variable of the metrics of a rank's layers holds."""
+        return [math.prod(variable.shape) for variable in self._of_layers[rank]]

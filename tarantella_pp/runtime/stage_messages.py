@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +15,7 @@ from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.runtime.comm.buffers import numpy_dtype
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.messages import RecvRequest, SendRequest
-from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageEdge
+from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageEdge, shape_and_dtype
 from tarantella_pp.schedule import Direction, Link, Message, Transfer
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class StageMessages:
         self._sent_as = None if sent_as is None else numpy_dtype(sent_as)
         self._formats: dict[tuple[Direction, Message], _MessageFormat] = {}
         self._specs: dict[tuple[int, int], list[TensorSpec]] = {}
-        self._rows: Mapping[int, int] = {}
+        self._sizes: Sequence[int] = ()
         self._expected: list[Transfer] = []
         self._not_posted: set[Transfer] = set()
         self._posted: dict[Transfer, RecvRequest] = {}
@@ -99,10 +99,10 @@ class StageMessages:
         return self._communicator.computing()
 
     def begin(
-        self, receives: Sequence[Transfer], rows: Mapping[int, int], window: int | None = None
+        self, receives: Sequence[Transfer], sizes: Sequence[int], window: int | None = None
     ) -> None:
-        """Posts the first receives of a step."""
-        self._rows = rows
+        """Posts the first receives of a step, with micro-batches of these sizes."""
+        self._sizes = sizes
         self._window = window
         self._sent.clear()
         self._expected = [*reversed(receives)]  # popped from the end
@@ -127,12 +127,6 @@ class StageMessages:
             waiting.append(sending)
             if len(waiting) > self._window:
                 waiting.popleft().wait()
-
-    def shapes(self, edge: StageEdge, rows: int) -> list[TensorSpec] | None:
-        """What crosses an edge for some number of samples; `None` where the model does not say."""
-        if any(map(self._is_dynamic, edge.tensors)):
-            return None
-        return [TensorSpec(self._shape_of(t, rows), self._dtype(t)) for t in edge.tensors]
 
     def expect(self, action: Transfer) -> None:
         """Posts a receive, at the place in the program where it must be posted at the latest."""
@@ -160,11 +154,11 @@ class StageMessages:
     def _post_next(self) -> None:
         action = self._expected.pop()
         self._not_posted.remove(action)
-        rows, form = self._rows[action.micro_batch], self._format(action)
+        rows, form = self._sizes[action.micro_batch], self._format(action)
         if form.is_dynamic:
             return  # its shapes come first
         if (form.tag, rows) not in self._specs:
-            shapes = [self._shape_of(tensor, rows) for tensor in form.tensors]
+            shapes = [(rows, *self._shape(tensor)[1:]) for tensor in form.tensors]
             self._specs[form.tag, rows] = list(map(TensorSpec, shapes, form.on_wire))
         self._posted[action] = self._post(action, self._specs[form.tag, rows])
 
@@ -200,7 +194,7 @@ class StageMessages:
         tag = _FIRST_TAG + channel + 2 * len(self._edges) * action.micro_batch
         label = f"{'activations' if forward else 'gradients'} {action.source}>{action.target}"
         label += f", micro-batch {action.micro_batch}"
-        dtypes = tuple(map(self._dtype, tensors))
+        dtypes = tuple(numpy_dtype(shape_and_dtype(self._graph, t)[1]) for t in tensors)
         on_wire = tuple(map(self._on_wire, dtypes))
         is_dynamic = any(map(self._is_dynamic, tensors))
         return _MessageFormat(tag, label, tensors, dtypes, on_wire, dtypes != on_wire, is_dynamic)
@@ -210,15 +204,8 @@ class StageMessages:
         by_samples = described.rows_per_sample == 1 and shape[:1] == described.shape[:1]
         return not by_samples or None in shape[1:]
 
-    def _shape_of(self, tensor: BoundaryTensor, rows: int) -> tuple[Any, ...]:
-        return (rows, *self._shape(tensor)[1:])
-
-    def _shape(self, tensor: BoundaryTensor) -> tuple[int | None, ...]:
-        described = self._graph.tensors[tensor.tensor]
-        return (described.mask_shape or ()) if tensor.mask else described.shape
-
-    def _dtype(self, tensor: BoundaryTensor) -> np.dtype[Any]:
-        return numpy_dtype("bool" if tensor.mask else self._graph.tensors[tensor.tensor].dtype)
+    def _shape(self, tensor: BoundaryTensor) -> tuple[Any, ...]:
+        return shape_and_dtype(self._graph, tensor)[0]
 
     def _on_wire(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """The type in which numbers of a type travel."""

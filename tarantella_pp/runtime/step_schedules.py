@@ -13,19 +13,13 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.partition.plan.plan_simulation import search_limits
 from tarantella_pp.partition.with_batch import ways_to_less_memory, with_batch
-from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.compilation import expected_outputs
+from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason
 from tarantella_pp.runtime.stage.stage_boundary import StageEdge
-from tarantella_pp.runtime.tracing.machine import clock_offset, memory_of_each_rank
-from tarantella_pp.runtime.tracing.recorder import StepRecord, gather_steps, measured_costs
+from tarantella_pp.runtime.tracing.autotune import Autotune
+from tarantella_pp.runtime.tracing.machine import memory_of_each_rank
+from tarantella_pp.runtime.tracing.recorder import StepRecord
 from tarantella_pp.runtime.weights.process_groups import ProcessGroups
-from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, make_schedule, validate
-from tarantella_pp.simulation import Costs, search_schedule
-
-# Steps of each kind that are not measured, for TensorFlow compiles in them.
-WARM_UP = 1
-# Steps of each kind that are measured.
-MEASURED = 4
+from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, validate
 
 
 class StepSchedules:
@@ -102,69 +96,6 @@ class StepSchedules:
         return self._made[spec, count]
 
 
-class Autotune:
-    """Searches for the fastest schedule while the pipeline trains.
-
-    Some steps run with both gradients of a micro-batch in one, some with one after the other.
-    Then rank 0 searches with the medians of what these cost, and all ranks go on with what it
-    finds. All these steps train: gradients are summed in the same order in every schedule.
-    """
-
-    def __init__(
-        self,
-        spec: ScheduleSpec,
-        num_micro_batches: int,
-        in_flight_limit: Sequence[int],
-        communicator: Communicator,
-    ) -> None:
-        self._wanted = spec
-        self._num_micro_batches = num_micro_batches
-        self._limit = tuple(in_flight_limit)
-        self._communicator = communicator
-        self._rows = 0
-        self._steps: list[StepRecord] = []
-        fused = make_schedule("1f1b", spec.num_stages, num_micro_batches, placement=spec.placement)
-        self._trials = [self._spec_of(fused), spec]
-
-    @property
-    def spec(self) -> ScheduleSpec:
-        """The spec of the next step."""
-        return self._trials[len(self._steps) // (WARM_UP + MEASURED)]
-
-    def learn(self, step: StepRecord) -> ScheduleSpec | None:
-        """Takes notice of a step that has ended; all ranks must call this alike."""
-        self._rows = self._rows or step.rows
-        if step.rows != self._rows:
-            return None  # the last batch of a data set is often smaller, and takes less time
-        self._steps.append(step)
-        if len(self._steps) < len(self._trials) * (WARM_UP + MEASURED):
-            return None
-        try:
-            return self._found()
-        except BaseException:
-            self._steps.pop()  # measured and searched for again
-            raise
-
-    def _found(self) -> ScheduleSpec:
-        ranks = self._communicator
-        kept = [s for i, s in enumerate(self._steps) if i % (WARM_UP + MEASURED) >= WARM_UP]
-        costs = measured_costs(gather_steps(kept, clock_offset(ranks), ranks))
-        text = self._search(costs).to_text() if ranks.rank == 0 else None
-        return self._spec_of(Schedule.from_text(ranks.broadcast_json(text, 0)))
-
-    def _spec_of(self, schedule: Schedule) -> ScheduleSpec:
-        return ScheduleSpec.of_custom(schedule, self._wanted.num_stages, self._wanted.num_ranks)
-
-    def _search(self, costs: Costs) -> Schedule:
-        return search_schedule(
-            self._wanted.num_stages,
-            self._num_micro_batches,
-            placement=self._wanted.placement,
-            costs=costs,
-            in_flight_limit=self._limit,
-        )
-
-
 class MemoryCheck:
     """Holds a plan against the batches that are trained."""
 
@@ -177,16 +108,15 @@ class MemoryCheck:
     ) -> None:
         # The plan with the figures of the largest batch so far.
         self.largest: Plan | None = None
-        self._rows = 0
         self._plan = plan
         self._extracted = extracted
         self._schedules = schedules
         self._groups = groups
 
     def expected(self, loss: Any, has_metrics: bool) -> Plan:
-        """The plan before the first batch, which may show that metrics need more."""
-        outputs = expected_outputs(loss, has_metrics, self._extracted)
-        return self._of(self._plan.batch_size, outputs)
+        """The plan before the first batch, which may show that metrics need all of it."""
+        at_once = whole_batch_reason(loss, self._extracted)
+        return self._of(self._plan.batch_size, OutputUse(at_once, None, has_metrics))
 
     def refuse_compilation(self, loss: Any, has_metrics: bool) -> None:
         """Refuses loss and metrics that do not fit with the batch size of the plan."""
@@ -198,17 +128,17 @@ class MemoryCheck:
 
         Without a limit a batch that needs more than a rank's share of its host is warned of.
         """
-        if rows <= self._rows:  # memory grows with the batch
-            return
+        if self.largest is not None and rows <= self.largest.batch_size:
+            return  # memory grows with the batch
         plan = self._of(rows, outputs)
         self._refuse(plan)
         if plan.limits is None and rows > self._plan.batch_size:
             self._compare(plan, memory_of_each_rank(self._groups.world))
-        self.largest, self._rows = plan, rows
+        self.largest = plan
 
     def forget(self) -> None:
         """Begins anew: loss and metrics are others."""
-        self.largest, self._rows = None, 0
+        self.largest = None
 
     def _of(self, batch_size: int, outputs: OutputUse) -> Plan:
         """The plan for a batch whose outputs are used so."""
@@ -219,21 +149,20 @@ class MemoryCheck:
 
     def _refuse(self, plan: Plan) -> None:
         """Raises where a stage is over its limit."""
-        planned_for = self._plan.batch_size
         for i, (stage, limit) in enumerate(zip(plan.stages, plan.limits or (), strict=False)):
             if stage.memory_bytes <= limit:
                 continue
             kept = plan.outputs.at_once if plan.outputs is not None else None
             why = f" ({kept})" if kept else ""
             other = f"batch_size={plan.batch_size}, which plans for it, train smaller batches"
-            if plan.batch_size == planned_for:
+            if plan.batch_size == self._plan.batch_size:
                 other = "a smaller batch_size and train such batches"
             raise PlanError(
                 f"Stage {i} would need {stage.memory_bytes} bytes "
                 f"({format_bytes(stage.memory_bytes)}) for a batch of {plan.batch_size} samples"
                 f"{why}. Received: memory_limit={limit} bytes ({format_bytes(limit)}), in a plan "
-                f"for batch_size={planned_for}. Make the PipelineModel with "
-                f"{other}, or allow more memory."
+                f"for batch_size={self._plan.batch_size}. Make the PipelineModel with {other}, or "
+                "allow more memory."
             )
 
     def _compare(self, plan: Plan, memory: int) -> None:

@@ -10,11 +10,7 @@ from keras import layers, ops
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import (
-    distance,
-    sgd,
-    use_float64,
-)
+from tests.helpers.training import distance, sgd, use_float64
 
 pytestmark = pytest.mark.keras
 

@@ -94,7 +94,7 @@ def test_stages_may_run_micro_batches_in_different_orders(sent, received, direct
     messages = StageMessages(rank, graph, edges, [0, 1], same)
     pair = (0, 1) if direction == "F" else (1, 0)
     receives = [Transfer(*pair, "R", direction, i) for i in received]
-    messages.begin(receives, dict.fromkeys(received, 4))
+    messages.begin(receives, [4] * len(received))
     for i in sent:
         messages.send(Transfer(*pair, "S", direction, i), [np.array(i)])
     for action in receives:

@@ -30,6 +30,7 @@ from tarantella_pp.runtime.stage.graph_functions import (
     SubgraphExtractor,
     unoptimized,
 )
+from tarantella_pp.runtime.stage.graph_split import has_effect
 from tarantella_pp.runtime.stage.stage_module import StageModule
 
 Array = NDArray[Any]
@@ -150,6 +151,18 @@ class ProbeTrace:
         specs = [tf.TensorSpec(feed.shape, feed.dtype) for feed in self._feeds[2:]]
         compiled = CompiledFunction(lambda *values: carved(*values), specs)
         return samples_back(list(unoptimized()(compiled.__call__)(*inputs)), axes)
+
+    def writing(self, variables: Sequence[tf.Variable]) -> PartsProbe:
+        """A probe of what the forward pass writes to some variables."""
+        handles = {id(variable.handle) for variable in variables}
+        captures = self.function.graph.captures
+        inner = {handle.ref() for outer, handle in captures if id(outer) in handles}
+        effects = [
+            op
+            for op in self.function.graph.get_operations()
+            if has_effect(op) and any(tensor.ref() in inner for tensor in op.inputs)
+        ]
+        return PartsProbe(self.function, self._feeds[2:], [], effects, variables)
 
     def first_call(self, samples: Samples) -> Call | None:
         """The first of the stage's calls whose result for some samples changes with others."""

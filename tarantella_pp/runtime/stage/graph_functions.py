@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
@@ -67,10 +66,6 @@ def unoptimized() -> Iterator[None]:
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})
 
 
-# No operation waits for one that it is given nothing by.
-NOTHING: Mapping[str, Iterable[str]] = MappingProxyType({})
-
-
 class SubgraphExtractor:
     """Makes callable parts of one traced graph, with TensorFlow's public graph import.
 
@@ -90,15 +85,15 @@ class SubgraphExtractor:
         feeds: Sequence[tf.Tensor],
         fetches: Sequence[tf.Tensor],
         effects: Sequence[tf.Operation] = (),
-        first: Mapping[str, Iterable[str]] = NOTHING,
+        first: Mapping[str, Iterable[str]] | None = None,
     ) -> Callable[..., list[tf.Tensor]]:
-        """Makes a part callable."""
+        """Makes a part callable; `first` names operations that some wait for besides."""
         fed = [_name(tensor) for tensor in feeds]
         names = [_name(tensor) for tensor in fetches]
         inner = [name for name in dict.fromkeys(names) if name not in fed]
         wanted = [*inner, *(f"{op.name}:0" for op in effects)]
         nodes, used = self._needed(wanted, {*fed, *self._captures})
-        part = self._part(nodes, first)
+        part = self._part(nodes, first or {})
 
         def call(*values: tf.Tensor) -> list[tf.Tensor]:
             given = dict(zip(fed, values, strict=True))

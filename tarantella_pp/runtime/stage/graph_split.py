@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,8 +98,10 @@ def split_graph(trace: Trace, repeats: bool = False) -> GraphSplit:
     seeds, residuals = trace.seeds, (*early, *late)
     gradients = (*trace.input_gradients, *trace.weight_gradients)
     carve = SubgraphExtractor(trace.function).extract
+    # What the forward pass must run although nothing uses its result.
+    effects = [op for op in sides.order if op not in sides.after and has_effect(op)]
     return GraphSplit(
-        forward=carve(trace.inputs, [*trace.outputs, *residuals], _effects(trace, sides.after)),
+        forward=carve(trace.inputs, [*trace.outputs, *residuals], effects),
         backward_input=carve([*seeds, *residuals], [*trace.input_gradients, *between]),
         backward_weight=carve([*late, *between], trace.weight_gradients),
         backward=carve([*seeds, *residuals], gradients, first=_weights_first(sides)),
@@ -135,19 +138,15 @@ def _kept(
     trace: Trace, sides: _Sides, repeats: bool
 ) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...], tuple[tf.Tensor, ...]]:
     """What is kept of a micro-batch: the three parts of `GraphSplit`."""
-    depends_only_on_weights = DependsOnlyOnWeights(trace)
-    is_made_again = (
-        is_recomputable(trace, depends_only_on_weights) if repeats else depends_only_on_weights
-    )
+    only_on_weights = _only_on_weights(trace)
+    is_made_again = _recomputable(trace, only_on_weights) if repeats else only_on_weights
 
     def is_residual(tensor: tf.Tensor) -> bool:
         return tensor.op not in sides.after and not is_made_again(tensor.op)
 
     residuals, _ = frontier([*trace.input_gradients, *trace.weight_gradients], is_residual)
     _, run_by_b = frontier([*trace.input_gradients, *_quick(trace, sides)], is_residual)
-    of_b = {op for op in run_by_b if not depends_only_on_weights(op)} | {
-        seed.op for seed in trace.seeds
-    }
+    of_b = {op for op in run_by_b if not only_on_weights(op)} | {seed.op for seed in trace.seeds}
     used_by_w, _ = frontier(trace.weight_gradients, lambda t: t.op in of_b or is_residual(t))
     late = in_order([t for t in used_by_w if t.op not in of_b], sides.order)
     # What both need waits for W, and B only looks at it.
@@ -188,49 +187,37 @@ def _weights_first(sides: _Sides) -> dict[str, list[str]]:
     return first
 
 
-def _effects(trace: Trace, after: set[tf.Operation]) -> list[tf.Operation]:
-    """Operations that the forward pass must run although nothing uses their results."""
-    operations = trace.function.graph.get_operations()
-    return [op for op in operations if op not in after and has_effect(op)]
-
-
 def has_effect(op: tf.Operation) -> bool:
     """Whether an operation must run although nothing uses its result."""
     return op.op_def is not None and op.op_def.is_stateful and op.type not in _READS
 
 
-class DependsOnlyOnWeights:
-    """Whether an operation depends on nothing but constants and weights that F does not write."""
+def _only_on_weights(trace: Trace) -> Callable[[tf.Operation], bool]:
+    """Tells whether an operation depends on constants and weights that F does not write alone."""
+    operations = trace.function.graph.get_operations()
+    written = {op.inputs[0].ref() for op in operations if op.type in _WRITES}
+    fed = {tensor.op for tensor in trace.inputs}
 
-    def __init__(self, trace: Trace) -> None:
-        operations = trace.function.graph.get_operations()
-        self._written = {op.inputs[0].ref() for op in operations if op.type in _WRITES}
-        self._fed = {tensor.op for tensor in trace.inputs}
-        self._known: dict[tf.Operation, bool] = {}
-
-    def __call__(self, op: tf.Operation) -> bool:
-        """Tells it of an operation."""
-        if op not in self._known:
-            self._known[op] = self._decide(op)
-        return self._known[op]
-
-    def _decide(self, op: tf.Operation) -> bool:
+    @functools.cache
+    def depends(op: tf.Operation) -> bool:
         if op.type == "Placeholder":
-            return op not in self._fed
+            return op not in fed
         # B may run after the next F: a weight that F writes has another value by then.
         if op.type == "ReadVariableOp":
-            return op.inputs[0].ref() not in self._written and self(op.inputs[0].op)
-        return op.type in _REPEATABLE and all(self(tensor.op) for tensor in op.inputs)
+            return op.inputs[0].ref() not in written and depends(op.inputs[0].op)
+        return op.type in _REPEATABLE and all(depends(tensor.op) for tensor in op.inputs)
+
+    return depends
 
 
-def is_recomputable(
-    trace: Trace, depends_only_on_weights: DependsOnlyOnWeights
+def _recomputable(
+    trace: Trace, only_on_weights: Callable[[tf.Operation], bool]
 ) -> Callable[[tf.Operation], bool]:
     """Tells which operations give the same again once the stage's inputs are there."""
     fed = {tensor.op for tensor in trace.inputs}
 
     def pure(op: tf.Operation) -> bool:
         stateful = op.op_def is None or op.op_def.is_stateful
-        return depends_only_on_weights(op) or not (op in fed or stateful)
+        return only_on_weights(op) or not (op in fed or stateful)
 
     return pure

@@ -8,7 +8,7 @@ and whoever needs the probabilities makes them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -18,7 +18,11 @@ from tarantella_pp.internals.functional import operation_fn, set_mask
 from tarantella_pp.internals.training import logits_of
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
-from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor
+from tarantella_pp.runtime.stage.stage_boundary import (
+    BoundaryTensor,
+    StageBoundary,
+    shape_and_dtype,
+)
 from tarantella_pp.runtime.weights.remote_variables import only_traced
 
 Activation = Callable[[tf.Tensor], tf.Tensor]
@@ -77,18 +81,17 @@ def output_spec(
     extracted: ExtractedModel, tensor: BoundaryTensor, rows: int | None = None
 ) -> tf.TensorSpec:
     """What an output of a model, or its mask, looks like for some number of samples."""
-    described = extracted.graph.tensors[tensor.tensor]
-    shape = described.mask_shape if tensor.mask else described.shape
+    shape, dtype = shape_and_dtype(extracted.graph, tensor)
     shape = (rows, *shape[1:]) if shape and shape[0] is None else shape
-    return tf.TensorSpec(shape, "bool" if tensor.mask else described.dtype)
+    return tf.TensorSpec(shape, dtype)
 
 
 def pack_outputs(
-    extracted: ExtractedModel,
-    values: Mapping[BoundaryTensor, tf.Tensor],
-    activations: Mapping[int, Activation],
+    extracted: ExtractedModel, boundary: StageBoundary, results: Sequence[tf.Tensor]
 ) -> Any:
-    """Puts the outputs of a model together, masks attached."""
+    """Puts what the last stage hands on together as the model's outputs, masks attached."""
+    values = dict(zip(boundary.model_outputs, results, strict=True))
+    activations = boundary.activations
     flat = []
     for tensor in extracted.graph.outputs:
         value = as_made(values[BoundaryTensor(tensor)], tensor, activations)

@@ -8,23 +8,17 @@ of batches and metrics goes from one run to the next.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.internals.training import (
-    global_seed,
-    layers_in,
-    running_states,
-)
+from tarantella_pp.internals.training import global_seed, layers_in, running_states
 
 _WRITES = ("Assign", "ResourceScatter", "ResourceApply", "ResourceStridedSliceAssign", "Rng")
 # Operations that call functions with all inputs but the first.
 _BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
+class Effect(NamedTuple):
     """Something that an operation does to what lasts."""
 
     operation: str  # name of the operation
@@ -84,7 +78,8 @@ def _scan(nodes: Iterable[Any], library: Mapping[str, Any]) -> Iterator[Effect]:
             continue
         if "seed" in node.attr and "seed2" in node.attr:
             yield Effect(node.name, None)
-        elif node.op.startswith(_WRITES) or _is_generator(node):
+        # A `tf.random.Generator` draws with what is stateful.
+        elif node.op.startswith((*_WRITES, "Stateful")) and "Call" not in node.op:
             yield Effect(node.name, given[0])
 
 
@@ -94,11 +89,6 @@ def _functions(node: Any) -> Iterator[str]:
             yield value.func.name
         for function in value.list.func:
             yield function.name
-
-
-def _is_generator(node: Any) -> bool:
-    """Whether an operation draws from a `tf.random.Generator`."""
-    return node.op.startswith("Stateful") and "Call" not in node.op
 
 
 def _origin(name: str, made: Mapping[str, Any]) -> str:

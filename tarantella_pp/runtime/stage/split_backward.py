@@ -10,11 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction
-from tarantella_pp.runtime.stage.graph_split import (
-    CutError,
-    Trace,
-    split_graph,
-)
+from tarantella_pp.runtime.stage.graph_split import CutError, Trace, split_graph
 from tarantella_pp.runtime.stage.stage_module import Slices, StageModule
 
 _KEY, _FLAG = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
@@ -68,13 +64,6 @@ class SplitBackward:
         `None` where lists of tensors are kept, as loops make them.
         """
         return _bytes_of(self._cut.residuals)
-
-    @property
-    def waiting_bytes(self) -> int | None:
-        """Bytes kept for a micro-batch after its B until its W, as of `residual_bytes`."""
-        if not self._num_back:
-            return self.residual_bytes
-        return _bytes_of((*self._cut.kept_for_w, *self._cut.b_to_w))
 
     def forward(
         self, key: int, inputs: Sequence[tf.Tensor]

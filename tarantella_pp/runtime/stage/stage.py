@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
@@ -87,7 +88,8 @@ class TapeBackward:
         self._module = module
         self._tapes: dict[int, tuple[tf.GradientTape, list[tf.Tensor], list[tf.Tensor]]] = {}
         self._waiting: dict[int, list[Any]] = {}
-        self._forward = tf.function(self._run, autograph=False, reduce_retracing=True)
+        run = functools.partial(module.run, training=True)
+        self._forward = tf.function(run, autograph=False, reduce_retracing=True)
 
     def forward(
         self, key: int, inputs: Sequence[tf.Tensor]
@@ -131,9 +133,6 @@ class TapeBackward:
         self._tapes.clear()
         self._waiting.clear()
 
-    def _run(self, inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        return self._module.run(inputs, training=True)
-
 
 class Stage:
     """Runs one stage's nodes forward and backward, one micro-batch at a time.
@@ -143,21 +142,16 @@ class Stage:
     """
 
     def __init__(
-        self,
-        boundary: StageBoundary,
-        calls: Sequence[Call],
-        repeats: bool = False,
+        self, boundary: StageBoundary, calls: Sequence[Call], repeats: bool = False
     ) -> None:
         self.boundary = boundary
         self.module = StageModule(boundary, calls)
-        # Variables of layers' metrics that are means, in training and otherwise: a micro-batch
-        # counts in them by its share. Trying the stage out shows which.
-        self.means: dict[bool, list[Any]] = {True: [], False: []}
         self._first: list[tf.TensorSpec] = []
         self._keeping = TrainingPasses(self.module, repeats=False)
         self._repeating = TrainingPasses(self.module, repeats=True) if repeats else None
         self._running: dict[int, TrainingPass] = {}
-        self._evaluate = tf.function(self._run_inference, autograph=False, reduce_retracing=True)
+        run = functools.partial(self.module.run, training=False)
+        self._evaluate = tf.function(run, autograph=False, reduce_retracing=True)
 
     @property
     def fallback(self) -> str | None:
@@ -171,24 +165,10 @@ class Stage:
         return found.residual_bytes if isinstance(found, SplitBackward) else None
 
     @property
-    def waiting_bytes(self) -> int | None:
-        """As `residual_bytes`, of a micro-batch that has run B and waits for W."""
-        found = self._used[0].general if self._used else None
-        return found.waiting_bytes if isinstance(found, SplitBackward) else None
-
-    @property
     def _used(self) -> list[TrainingPasses]:
         """The kinds of passes that have run."""
         kinds = (self._repeating, self._keeping)
         return [kind for kind in kinds if kind is not None and kind.general is not None]
-
-    def compile(self, specs: Sequence[tf.TensorSpec], training: bool) -> None:
-        """Compiles what runs for inputs that are only described; see `forward` and `evaluate`."""
-        if training:
-            for kind in self._used or [self._kind()]:
-                self._pass_for(specs, kind)
-        else:
-            self._evaluate.get_concrete_function(list(specs))
 
     def run_once(self, inputs: Sequence[tf.Tensor], share: float, training: bool) -> None:
         """Runs a micro-batch forward; only what layers write stays."""
@@ -202,7 +182,10 @@ class Stage:
         self, key: int, inputs: Sequence[tf.Tensor], share: float = 1.0, *, whole: bool = False
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in training mode and keeps what backward needs."""
-        work = self._running[key] = self._pass_for(inputs, self._kind(whole))
+        if not self._first:
+            self._first = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
+        kind = self._keeping if whole or self._repeating is None else self._repeating
+        work = self._running[key] = kind.for_inputs(inputs, self._first)
         with self._weighed(share, training=True):
             return work.forward(key, inputs)
 
@@ -261,19 +244,8 @@ class Stage:
     @contextlib.contextmanager
     def _weighed(self, share: float, training: bool) -> Iterator[None]:
         """Has means of layers' metrics take in no more than the share of the micro-batch."""
-        before = [variable.numpy() for variable in self.means[training] if share < 1.0]
+        means = self.module.means[training] if share < 1.0 else []
+        before = [variable.numpy() for variable in means]
         yield
-        for variable, old in zip(self.means[training], before, strict=False):
+        for variable, old in zip(means, before, strict=True):
             variable.assign(old + share * (variable.numpy() - old))
-
-    def _run_inference(self, inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        return self.module.run(inputs, training=False)
-
-    def _kind(self, whole: bool = False) -> TrainingPasses:
-        """The passes that keep what backward needs, or those that repeat it."""
-        return self._keeping if whole or self._repeating is None else self._repeating
-
-    def _pass_for(self, inputs: Sequence[tf.Tensor], kind: TrainingPasses) -> TrainingPass:
-        if not self._first:
-            self._first = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
-        return kind.for_inputs(inputs, self._first)

@@ -18,6 +18,16 @@ class BoundaryTensor(NamedTuple):
     mask: bool = False  # whether this is the tensor's mask rather than the tensor itself
 
 
+def shape_and_dtype(
+    graph: LayerGraph, tensor: BoundaryTensor
+) -> tuple[tuple[int | None, ...], str]:
+    """What a value at a border looks like."""
+    described = graph.tensors[tensor.tensor]
+    if tensor.mask:
+        return described.mask_shape or (), "bool"
+    return described.shape, described.dtype
+
+
 @dataclass(frozen=True, slots=True)
 class StageEdge:
     """Everything one stage sends to another for each micro-batch, in one message."""

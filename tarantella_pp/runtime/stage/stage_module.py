@@ -9,11 +9,7 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.internals.functional import (
-    get_mask,
-    operation_fn,
-    set_mask,
-)
+from tarantella_pp.internals.functional import get_mask, operation_fn, set_mask
 from tarantella_pp.internals.training import added_losses
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.stage.model_outputs import as_logits, as_made
@@ -134,6 +130,9 @@ class StageModule:
         self.statistics = BatchStatistics()
         # The layers that add losses in training, and otherwise; known once it has run.
         self.added_by: dict[bool, tuple[str, ...]] = {True: (), False: ()}
+        # Variables of layers' metrics that are means, in training and otherwise: a micro-batch
+        # counts in them by its share. Trying the stage out shows which.
+        self.means: dict[bool, list[Any]] = {True: [], False: []}
         # Whether some input gets no gradient although it could; the passes find out.
         self.blocks = False
 

@@ -15,7 +15,7 @@ from keras import layers
 
 import tarantella_pp
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tarantella_pp.runtime import step_schedules
+from tarantella_pp.runtime.tracing import autotune
 from tests.helpers.training import distance, floats, integers
 
 pytestmark = pytest.mark.keras
@@ -175,9 +175,9 @@ def test_an_error_in_the_update_is_told(monkeypatch):
 
 
 def test_a_search_for_a_schedule_that_fails_is_made_again(monkeypatch):
-    monkeypatch.setattr(step_schedules, "MEASURED", 1)
+    monkeypatch.setattr(autotune, "MEASURED", 1)
     reference, model = Reference(), pipeline_of_all_kinds(schedule="zb-auto")
-    search, searched = step_schedules.Autotune._search, []
+    search, searched = autotune.Autotune._search, []
 
     def fail_at_first(self, costs):
         searched.append(costs)
@@ -185,7 +185,7 @@ def test_a_search_for_a_schedule_that_fails_is_made_again(monkeypatch):
             fail()
         return search(self, costs)
 
-    monkeypatch.setattr(step_schedules.Autotune, "_search", fail_at_first)
+    monkeypatch.setattr(autotune.Autotune, "_search", fail_at_first)
     for _ in range(3):
         check(model, reference)
     with pytest.raises(BadAppleError):

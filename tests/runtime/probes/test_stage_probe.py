@@ -13,6 +13,7 @@ from keras import layers, ops
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.probes import parts
+from tarantella_pp.runtime.probes.probe_trace import ProbeTrace
 from tests.helpers.training import (
     distance,
     sgd,
@@ -495,3 +496,16 @@ def test_weights_that_are_read_past_their_layers_are_refused_by_name():
     models = compiled(tied_past_its_layer()), piped(tied_past_its_layer(), stages=1)
     found = [[model.train_on_batch(IDS, Y), *model.get_weights()] for model in models]
     assert distance(*found) < 1e-10
+
+
+def test_what_rounding_has_switched_once_is_no_mixing(monkeypatch):
+    """A ReLU at zero is another with other rounding, and so are the gradients that pass it."""
+    honest, once = ProbeTrace.both_ways, [[0]]
+
+    def switched(self, samples):
+        for found in honest(self, samples):
+            yield found._replace(strange=once.pop()) if once else found
+
+    monkeypatch.setattr(ProbeTrace, "both_ways", switched)
+    piped(between()).train_on_batch(X, Y)
+    assert not once

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from tarantella_pp.runtime.stage.graph_split import Trace, split_graph
@@ -87,43 +86,3 @@ def test_only_operands_of_products_are_kept_for_the_weight_gradients():
     assert [tensor.op.type for tensor in parts.kept_for_w] == ["Placeholder", "Softplus"]
     kept = [tuple(tensor.shape) for tensor in parts.b_to_w]
     assert sorted(kept) == [(3, 4), (3, 4), (4,), (4,)]
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_one_after_the_other_the_parts_make_what_both_make_at_once(recompute):
-    trace = traced([new_weight(i) for i in range(3)], [tf.Variable(np.ones(4)) for _ in range(3)])
-    parts = split_graph(trace, recompute)
-    x, seed = (tf.constant(np.random.default_rng(i).normal(size=(3, 4))) for i in (8, 9))
-
-    def both(x, seed):
-        return parts.backward(seed, *parts.forward(x)[1:])
-
-    def apart(x, seed):
-        kept = parts.forward(x)[1:]
-        back, *between = parts.backward_input(seed, *kept)
-        return [back, *parts.backward_weight(*kept[len(parts.kept_for_b) :], *between)]
-
-    at_once, in_turn = (tf.function(run, autograph=False)(x, seed) for run in (both, apart))
-    for one, other in zip(in_turn, at_once, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize("uses", [[0, 1, 0], [0, 0, 0], [0, 1, 2, 1, 0]])
-def test_a_weight_may_be_used_again(uses):
-    variables = [new_weight(i) for i in range(3)]
-    weights = [variables[i] for i in uses]
-    parts = split_graph(traced(weights))
-    x, seed = (tf.constant(np.random.default_rng(i).normal(size=(3, 4))) for i in (8, 9))
-
-    def run(x, seed):
-        return parts.backward(seed, *parts.forward(x)[1:])
-
-    used = list({id(weight): weight for weight in weights}.values())
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = x
-        for weight in weights:
-            y = tf.nn.softplus(tf.matmul(y, weight))
-    expected = tape.gradient(y, [x, *used], output_gradients=seed)
-    for found, right in zip(tf.function(run, autograph=False)(x, seed), expected, strict=True):
-        np.testing.assert_allclose(found, right, rtol=1e-12)

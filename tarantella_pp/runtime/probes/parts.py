@@ -14,6 +14,7 @@ What may be of several kinds in one trial is of the kind that it may be of in al
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +36,10 @@ ALL = frozenset((ROWS, SAME, MEAN, SUM))
 
 # How far numbers may be apart, relative to the largest, that are computed in the same way.
 TOLERANCES = {tf.float64: 1e-10, tf.float32: 1e-5, tf.bfloat16: 2e-2, tf.float16: 2e-2}
-# Bytes of weights up to which there are copies of them in float64.
-_MOST_COPIED = 64 << 20
+# Bytes of weights, and of all tensors of a trial, up to which it takes twice of that for float64.
+_MOST_COPIED, _MOST_COMPUTED = 64 << 20, 512 << 20
+# Samples of a trial, unless it is known that they are more.
+_FEW = 48
 # How much farther apart numbers may be that were computed in other shapes, and how far at most.
 _SHAPES, _COARSEST = 30, 0.1
 # Units of rounding of the value itself that count as no difference.
@@ -167,6 +170,7 @@ class PartsProbe:
         fetches: Sequence[tf.Tensor],
         effects: Sequence[tf.Operation] = (),
         written: Sequence[tf.Variable] = (),
+        rows: int = _FEW,
     ) -> None:
         operations = function.graph.get_operations()
         self._function, self._inputs, self._effects = function, list(inputs), effects
@@ -176,7 +180,9 @@ class PartsProbe:
         self._dtypes = {tensor.dtype for op in operations for tensor in op.outputs}
         weights = sum(v.shape.num_elements() * v.dtype.size for v in function.graph.variables)
         found = {dtype.as_datatype_enum for dtype in self._dtypes}
-        wider = (FLOAT64, FLOAT32) if weights <= _MOST_COPIED else (FLOAT32,)
+        tensors = sum(_bytes(tensor, rows) for op in operations for tensor in op.outputs)
+        small = weights <= _MOST_COPIED and tensors <= _MOST_COMPUTED
+        wider = (FLOAT64, FLOAT32) if small else (FLOAT32,)
         self._ways: list[Mapping[int, int]] = [*(way for way in wider if found & set(way)), {}]
         self._prepare()
 
@@ -266,6 +272,12 @@ class PartsProbe:
         self._restore(start)
         pairs = zip(whole.draws, self._trial(fewer).draws, strict=True)
         return [next((i for i, n in enumerate(a.shape) if n != b.shape[i]), None) for a, b in pairs]
+
+
+def _bytes(tensor: tf.Tensor, rows: int) -> int:
+    if tensor.shape.rank is None or not tensor.dtype.size:
+        return 0
+    return int(math.prod(size or rows for size in tensor.shape) * tensor.dtype.size)
 
 
 def _of_rows(draw: tf.Tensor, axis: int | None, count: int, rows: slice) -> tf.Tensor:

@@ -91,8 +91,11 @@ class ProbeTrace:
         drawn_by: The calls that drew random numbers of Python or NumPy while they were traced.
     """
 
-    def __init__(self, module: StageModule, specs: Sequence[tf.TensorSpec], training: bool) -> None:
+    def __init__(
+        self, module: StageModule, specs: Sequence[tf.TensorSpec], training: bool, rows: int
+    ) -> None:
         self._module = module
+        self._rows = rows
         self._training = training
         self._parts: list[list[tf.Tensor]] = []
         self._made: list[tuple[Call, list[tf.Tensor]]] = []
@@ -110,7 +113,8 @@ class ProbeTrace:
 
     @functools.cached_property
     def _probe(self) -> PartsProbe:
-        return PartsProbe(self.function, self._feeds, [t for part in self._parts for t in part])
+        fetches = [tensor for part in self._parts for tensor in part]
+        return PartsProbe(self.function, self._feeds, fetches, rows=self._rows)
 
     def compare(
         self,
@@ -167,7 +171,7 @@ class ProbeTrace:
     def first_call(self, samples: Samples) -> Call | None:
         """The first of the stage's calls whose result for some samples changes with others."""
         fetches = [tensor for _, tensors in self._made for tensor in tensors]
-        probe = PartsProbe(self.function, self._feeds[2:], fetches)
+        probe = PartsProbe(self.function, self._feeds[2:], fetches, rows=self._rows)
         found = probe.compare(samples.rows, thirds(samples.rows), samples.of)
         places = iter(range(len(fetches)))
         kinds = [(call, [found.kinds(next(places)) for _ in own]) for call, own in self._made]

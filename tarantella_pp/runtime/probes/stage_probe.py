@@ -170,7 +170,7 @@ class StageProbe:
                 tf.TensorSpec([None, *x.shape[1:]] if one else x.shape, x.dtype)
                 for x, one in zip(inputs, self._batched(rows, inputs), strict=True)
             ]
-            self._traces[training] = ProbeTrace(self._module, specs, training)
+            self._traces[training] = ProbeTrace(self._module, specs, training, rows)
         return self._traces[training]
 
     def _batched(self, rows: int, inputs: Sequence[tf.Tensor]) -> list[bool]:

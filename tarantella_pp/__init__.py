@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from tarantella_pp.models.deferred_init import deferred_init as deferred_init
     from tarantella_pp.models.make_plan import make_plan as make_plan
     from tarantella_pp.models.pipeline_model import PipelineModel as PipelineModel
-    from tarantella_pp.models.profiler import profile as profile
     from tarantella_pp.models.ranks import barrier as barrier
     from tarantella_pp.models.ranks import get_master_rank as get_master_rank
     from tarantella_pp.models.ranks import get_rank as get_rank
@@ -43,72 +42,39 @@ if TYPE_CHECKING:
     from tarantella_pp.partition.plan.hardware_spec import PassSpeed as PassSpeed
     from tarantella_pp.partition.plan.hardware_spec import machines as machines
     from tarantella_pp.partition.plan.plan import Plan as Plan
+    from tarantella_pp.runtime.profiler import profile as profile
 
     __version__: str
 
-_HOME = {
-    "DistributedOptimizer": "tarantella_pp.custom_steps.distributed_optimizer",
-    "HardwareSpec": "tarantella_pp.partition.plan.hardware_spec",
-    "LayerSpeed": "tarantella_pp.partition.plan.hardware_spec",
-    "Model": "tarantella_pp.models.data_parallel_model",
-    "PassSpeed": "tarantella_pp.partition.plan.hardware_spec",
-    "PipelineModel": "tarantella_pp.models.pipeline_model",
-    "Plan": "tarantella_pp.partition.plan.plan",
-    "Profile": "tarantella_pp.partition.graph.profile",
-    "Sequential": "tarantella_pp.models.data_parallel_model",
-    "allreduce": "tarantella_pp.custom_steps.tensor_collectives",
-    "barrier": "tarantella_pp.models.ranks",
-    "broadcast_variables": "tarantella_pp.custom_steps.tensor_collectives",
-    "deferred_init": "tarantella_pp.models.deferred_init",
-    "get_master_rank": "tarantella_pp.models.ranks",
-    "get_rank": "tarantella_pp.models.ranks",
-    "get_size": "tarantella_pp.models.ranks",
-    "init": "tarantella_pp.models.ranks",
-    "is_master_rank": "tarantella_pp.models.ranks",
-    "machines": "tarantella_pp.partition.plan.hardware_spec",
-    "make_plan": "tarantella_pp.models.make_plan",
-    "profile": "tarantella_pp.models.profiler",
-}
-"""Module of each public name."""
+_PUBLIC = {
+    "custom_steps.distributed_optimizer": ("DistributedOptimizer",),
+    "custom_steps.tensor_collectives": ("allreduce", "broadcast_variables"),
+    "models.data_parallel_model": ("Model", "Sequential"),
+    "models.deferred_init": ("deferred_init",),
+    "models.make_plan": ("make_plan",),
+    "models.pipeline_model": ("PipelineModel",),
+    "models.profiler": ("profile",),
+    "models.ranks": (
+        "barrier", "get_master_rank", "get_rank", "get_size", "init", "is_master_rank",
+    ),
+    "partition.graph.profile": ("Profile",),
+    "partition.plan.hardware_spec": ("HardwareSpec", "LayerSpeed", "PassSpeed", "machines"),
+    "partition.plan.plan": ("Plan",),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
+# Modules that are public names themselves.
 _MODULES = ("callbacks", "errors", "models")
-"""Modules that are public names themselves."""
 
-__all__ = [
-    "DistributedOptimizer",
-    "HardwareSpec",
-    "LayerSpeed",
-    "Model",
-    "PassSpeed",
-    "PipelineModel",
-    "Plan",
-    "Profile",
-    "Sequential",
-    "__version__",
-    "allreduce",
-    "barrier",
-    "broadcast_variables",
-    "callbacks",
-    "deferred_init",
-    "errors",
-    "get_master_rank",
-    "get_rank",
-    "get_size",
-    "init",
-    "is_master_rank",
-    "machines",
-    "make_plan",
-    "models",
-    "profile",
-]
+__all__ = [*_MODULE_OF, *_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     """Loads a public name when it is first used (PEP 562)."""
-    if name in _HOME or name in _MODULES:
+    if name in _MODULE_OF or name in _MODULES:
         from tarantella_pp.dependencies import needed_for
 
         with needed_for(f"tarantella_pp.{name}"):
-            module = importlib.import_module(_HOME.get(name, f"tarantella_pp.{name}"))
+            module = importlib.import_module(f"tarantella_pp.{_MODULE_OF.get(name, name)}")
         value = module if name in _MODULES else getattr(module, name)
     elif name == "__version__":
         from importlib import metadata

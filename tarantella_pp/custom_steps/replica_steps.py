@@ -12,7 +12,8 @@ from tarantella_pp.custom_steps.prepared_step import PreparedStep
 from tarantella_pp.custom_steps.step_probe import StepKinds, found_kinds
 from tarantella_pp.custom_steps.step_trace import StepTrace
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
-from tarantella_pp.internals.training import layers_in, moments_known
+from tarantella_pp.internals.functional import sublayers
+from tarantella_pp.internals.training import moments_known
 from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.data.batch import ArrayRows, Batch, Need, describe, rebuild
@@ -184,7 +185,7 @@ class ReplicaSteps:
     def _check_norms(self) -> None:
         """Refuses batch statistics that replicas do not share."""
         kind = keras.layers.BatchNormalization
-        norms = [p for p in layers_in(self._model) if isinstance(p, kind) and p.trainable]
+        norms = [p for p in sublayers(self._model) if isinstance(p, kind) and p.trainable]
         names = [layer.name for layer in norms if layer.synchronized]
         if names:
             raise UnsupportedModelError(

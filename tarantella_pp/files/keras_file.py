@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import keras
 
 from tarantella_pp.errors import ConfigurationError, FileError, StaleWeightError
+from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.internals.model_files import (
     ASSETS,
     CONFIG,
@@ -30,7 +31,6 @@ from tarantella_pp.internals.model_files import (
     load_state,
     save_state,
 )
-from tarantella_pp.internals.training import layers_in
 from tarantella_pp.runtime.weights.remote_variables import let_go, only_own_assigned, rows_of
 from tarantella_pp.runtime.weights.value_stream import array_of, give_back
 
@@ -236,7 +236,7 @@ def layers_of_others(model: keras.Model, needed: Iterable[Any]) -> list[Any]:
     """
     own = {id(variable) for variable in needed}
     found = []
-    for layer in layers_in(model):
+    for layer in sublayers(model):
         variables = [] if layer is model else layer.variables
         if variables and not own.intersection(map(id, variables)) and _has_only_variables(layer):
             found.append(layer)
@@ -250,5 +250,5 @@ def _has_only_variables(layer: Any) -> bool:
     return all(
         type(part).load_own_variables.__module__.startswith("keras.")
         and not hasattr(part, "load_assets")
-        for part in layers_in(layer)
+        for part in sublayers(layer)
     )

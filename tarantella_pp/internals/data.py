@@ -24,8 +24,6 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAda
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
-from tarantella_pp.internals.training import compiled_metrics
-
 
 def are_arrays(data: Any) -> bool:
     """Whether Keras takes `(x, y, sample_weight)` for arrays."""
@@ -98,22 +96,6 @@ class _ResumedEpochs(trainer.TFEpochIterator):  # type: ignore[misc]
         left_out = start.steps // self.steps_per_execution
         self._epoch_iterator = itertools.islice(steps, left_out, None)
         return self
-
-
-class LogsOfEpoch(keras.Model):  # type: ignore[misc]
-    """A model whose epoch has the logs that were restored where no step was left to train.
-
-    Keras takes them from the last step, and there is none where a run goes on behind the last batch
-    of data of unknown length.
-    """
-
-    _engine: Any
-
-    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
-        logs = logs or dict(self._engine.logs)
-        if not logs and (metrics := compiled_metrics(self)) is not None and not metrics.built:
-            return logs  # there has never been a batch
-        return super()._get_metrics_result_or_logs(logs)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,9 @@ from keras.src.models.functional import Functional as Functional
 from keras.src.models.functional import operation_fn as operation_fn
 from keras.src.ops.function import Function as Function
 
+# The mask attached to a tensor, symbolic or not; `None` for none.
+get_mask, set_mask = backend.get_keras_mask, backend.set_keras_mask
+
 
 def network_of(model: Any) -> Any:
     """Returns the Functional that holds a model's operations; `None` where there is none.
@@ -100,9 +103,7 @@ def states_of(operation: Any, arguments: Any) -> list[Any]:
     owners = [operation] if isinstance(operation, keras.layers.Layer) else sublayers(operation)
     variables = [variable for owner in owners for variable in owner.variables]
     variables += [v for metric in layer_metrics(operation) for v in metric.variables]
-    variables += [
-        value for value in tree.flatten((arguments.args, arguments.kwargs)) if is_variable(value)
-    ]
+    variables += _variables_in(arguments)
     return list({id(variable): variable for variable in variables}.values())
 
 
@@ -117,16 +118,15 @@ def reads_variables(network: Any) -> bool:
     Such a read depends on the dtype scope that the model around it opens.
     """
     return any(
-        is_variable(value)
+        _variables_in(node.arguments)
         for node in ordered_nodes(network)
         if not isinstance(node.operation, keras.layers.Layer)
-        for value in tree.flatten((node.arguments.args, node.arguments.kwargs))
     )
 
 
-def is_variable(value: Any) -> bool:
-    """Returns whether a value is a variable of Keras."""
-    return isinstance(value, keras.Variable)
+def _variables_in(arguments: Any) -> list[Any]:
+    given = tree.flatten((arguments.args, arguments.kwargs))
+    return [value for value in given if isinstance(value, keras.Variable)]
 
 
 def is_default(method: Any) -> bool:
@@ -148,13 +148,3 @@ def class_of_keras(operation: Any) -> str:
         if base.__module__.startswith(("keras.src.layers.", "keras.src.ops.")):
             return str(base.__name__) if kind.call is base.call else ""
     return ""
-
-
-def get_mask(tensor: Any) -> Any:
-    """Returns the mask attached to a tensor, symbolic or not; `None` without one."""
-    return backend.get_keras_mask(tensor)
-
-
-def set_mask(tensor: Any, mask: Any) -> None:
-    """Attaches a mask to a tensor; `None` takes it away."""
-    backend.set_keras_mask(tensor, mask)

@@ -6,19 +6,17 @@ a new version of Keras has changed.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
-import h5py
 import keras
 import numpy as np
-from keras.src.legacy.saving import json_utils, legacy_h5_format, saving_utils
 from keras.src.saving import saving_lib
 from keras.src.saving.serialization_lib import ObjectSharingScope
 
@@ -30,23 +28,8 @@ CONFIG, METADATA, WEIGHTS, ASSETS = "config.json", "metadata.json", "model.weigh
 PIECE_BYTES = 2**23
 
 
-class Rows(Protocol):
-    """A value that can be had row by row."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-
-    @property
-    def dtype(self) -> Any:
-        """Its dtype."""
-
-    def __getitem__(self, rows: slice) -> Any:
-        """Some of its rows."""
-
-
-# What writes a value row by row; `None` for one that is small or no variable.
-RowsOf = Callable[[Any], "Rows | None"]
+# What a large value is written from, row by row, as from an array; `None` for any other.
+RowsOf = Callable[[Any], Any]
 # What reads a value of an HDF5 file; `None` for one that is read as Keras does.
 ArrayOf = Callable[[Any], "np.ndarray[Any, Any] | None"]
 
@@ -87,7 +70,8 @@ class _ReadFile(saving_lib.H5IOStore):  # type: ignore[misc]
     """A file of Keras whose large values are read with no copies."""
 
     def __init__(self, file: BinaryIO, array_of: ArrayOf) -> None:
-        super().__init__(WEIGHTS, archive=_Opened(file), mode="r")
+        opened = SimpleNamespace(open=lambda name, mode: file)  # a zip file with one member
+        super().__init__(WEIGHTS, archive=opened, mode="r")
         self._array_of = array_of
 
     def __getitem__(self, key: str) -> Any:
@@ -131,17 +115,6 @@ def save_state(
     scratch.unlink()
 
 
-class _Opened:
-    """Stands for a zip file with one member, which is open already."""
-
-    def __init__(self, member: BinaryIO) -> None:
-        self._member = member
-
-    def open(self, name: str, mode: str) -> BinaryIO:
-        """Returns the member."""
-        return self._member
-
-
 def deserialized(config: Any, custom_objects: Any = None, safe_mode: bool = True) -> Any:
     """Makes what `keras.saving.serialize_keras_object` has described."""
     with ObjectSharingScope():
@@ -181,45 +154,3 @@ def load_state(
     finally:
         store.close()
     return list(errors.values())
-
-
-class _Slot:
-    """A value that an optimizer has saved, as the legacy format asks for it."""
-
-    def __init__(self, path: str, value: Any) -> None:
-        self.path = path
-        self._value = np.asarray(value)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.asarray(self._value, dtype)
-
-
-class _Slots:
-    """Stands for an optimizer: all that it saves."""
-
-    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
-        values: dict[str, Any] = {}
-        optimizer.save_own_variables(values)
-        self.weights = [_Slot(f"{optimizer.name}/{i}", value) for i, value in values.items()]
-
-
-def write_legacy(
-    path: Path, model: keras.Model, compiled: keras.Model, optimizer: Any = None
-) -> None:
-    """Writes a whole model as a legacy `.h5` file."""
-    with h5py.File(path, "w") as file:
-        legacy_h5_format.save_model_to_hdf5(model, file, include_optimizer=False)
-        if optimizer is not None:
-            training = json.dumps(_compilation(compiled), default=json_utils.get_json_type)
-            file.attrs["training_config"] = training.encode()
-            legacy_h5_format.save_optimizer_weights_to_hdf5_group(file, _Slots(optimizer))
-
-
-def _compilation(model: keras.Model) -> Any:
-    """Describes a model's compilation; Keras' own code takes the optimizer out of it."""
-    config = model._compile_config.config
-    kept = dict(config)
-    try:
-        return saving_utils.model_metadata(model)["training_config"]
-    finally:
-        config.update(kept)

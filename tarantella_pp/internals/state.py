@@ -240,9 +240,10 @@ def needs_only_shapes() -> bool:
     return bool(in_symbolic_scope())
 
 
-def pickled(file: bytes) -> tuple[Any, ...]:
+def pickled(file: io.BytesIO) -> tuple[Any, ...]:
     """What `__reduce__` returns of a model."""
-    return keras.Model._unpickle_model, (io.BytesIO(file),)
+    file.seek(0)
+    return keras.Model._unpickle_model, (file,)
 
 
 def _take_down(optimizer: Any) -> dict[Key, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -21,15 +21,12 @@ from keras.src.trainers.compile_utils import CompileLoss as CompileLoss
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context
 
+from tarantella_pp.internals.functional import sublayers
+
 
 def added_losses(layer: Any) -> list[tuple[str, Any]]:
     """Losses that a layer and those in it added in their last call, regularizers of weights not."""
-    return [(part.name, loss) for part in layers_in(layer) for loss in part._get_own_losses()]
-
-
-def layers_in(layer: Any) -> list[Any]:
-    """A layer and all layers in it."""
-    return list(layer._flatten_layers())
+    return [(part.name, loss) for part in sublayers(layer) for loss in part._get_own_losses()]
 
 
 def build_metrics(model: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[int | None, ...]:
@@ -124,7 +121,7 @@ def logits_of(tensor: Any) -> Any:
 def running_states(layer: Any) -> list[Any]:
     """What forward passes of a layer may write: seeds, statistics of batches, metrics."""
     states: list[Any] = []
-    for part in layers_in(layer):
+    for part in sublayers(layer):
         states += [generator.state for generator in part._seed_generators]
         states += [variable for metric in part._metrics for variable in metric.variables]
         if isinstance(part, keras.layers.BatchNormalization):
@@ -139,7 +136,7 @@ def global_seed() -> Any:
 
 
 def _batch_norms(layer: Any) -> list[Any]:
-    return [p for p in layers_in(layer) if isinstance(p, keras.layers.BatchNormalization)]
+    return [p for p in sublayers(layer) if isinstance(p, keras.layers.BatchNormalization)]
 
 
 @contextlib.contextmanager
@@ -157,13 +154,29 @@ def moving_statistics(layer: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reported_moments(layer: Any, report: Callable[..., bool]) -> Iterator[None]:
-    """Tells what batch normalizations find in training."""
-    norms = _batch_norms(layer)
-    momenta = {id(part): part.momentum for part in norms}
+def _moments(norms: Iterable[Any], instead: Callable[[Any, Any, Any, Any], Any]) -> Iterator[None]:
+    """Has `instead` say what batch normalizations find, of what they would find themselves."""
 
     def moments(part: Any, inputs: Any, mask: Any) -> Any:
-        mean, variance = type(part)._moments(part, inputs, mask)
+        return instead(part, inputs, mask, type(part)._moments(part, inputs, mask))
+
+    changed = list(norms)
+    try:
+        for part in changed:
+            vars(part)["_moments"] = functools.partial(moments, part)
+        yield
+    finally:
+        for part in changed:
+            del vars(part)["_moments"]
+
+
+@contextlib.contextmanager
+def reported_moments(layer: Any, report: Callable[..., bool]) -> Iterator[None]:
+    """Tells what batch normalizations find in training."""
+    momenta = {part: part.momentum for part in _batch_norms(layer) if not part.renorm}
+
+    def told(part: Any, inputs: Any, mask: Any, found: Any) -> Any:
+        mean, variance = found
         if mask is None:
             sizes = tf.gather(tf.shape(inputs), part._reduction_axes)
             count = tf.cast(tf.reduce_prod(sizes), mean.dtype)
@@ -171,44 +184,25 @@ def reported_moments(layer: Any, report: Callable[..., bool]) -> Iterator[None]:
             count = tf.reduce_sum(tf.cast(mask, mean.dtype))
         done = report(part, count, tf.reshape(mean, [-1]), tf.reshape(variance, [-1]))
         # A momentum of 1 leaves the moving averages to the one who took the moments.
-        part.momentum = 1.0 if done else momenta[id(part)]
-        return mean, variance
+        part.momentum = 1.0 if done else momenta[part]
+        return found
 
-    changed = [part for part in norms if not part.renorm]
     try:
-        for part in changed:
-            vars(part)["_moments"] = functools.partial(moments, part)
-        yield
+        with _moments(momenta, told):
+            yield
     finally:
-        for part in changed:
-            del vars(part)["_moments"]
-            part.momentum = momenta[id(part)]
+        for part, momentum in momenta.items():
+            part.momentum = momentum
 
 
-@contextlib.contextmanager
-def moments_known(layer: Any) -> Iterator[None]:
+def moments_known(layer: Any) -> contextlib.AbstractContextManager[None]:
     """Has batch normalizations take their moving averages for what they find in training."""
-    norms = _batch_norms(layer)
 
-    def moments(part: Any, inputs: Any, mask: Any) -> Any:
-        found = type(part)._moments(part, inputs, mask)
-        averages = (part.moving_mean, part.moving_variance)
-        pairs = zip(averages, found, strict=True)
+    def known(part: Any, inputs: Any, mask: Any, found: Any) -> Any:
+        pairs = zip((part.moving_mean, part.moving_variance), found, strict=True)
         return tuple(tf.reshape(tf.cast(a.value, f.dtype), tf.shape(f)) for a, f in pairs)
 
-    try:
-        for part in norms:
-            vars(part)["_moments"] = functools.partial(moments, part)
-        yield
-    finally:
-        for part in norms:
-            del vars(part)["_moments"]
-
-
-def forget_validation(model: Any) -> None:
-    """Makes the next training validate with its own data, also after one that an error ended."""
-    if getattr(model, "_eval_epoch_iterator", None) is not None:
-        del model._eval_epoch_iterator
+    return _moments(_batch_norms(layer), known)
 
 
 def standardize_inputs(model: Any, x: Any) -> list[Any]:
@@ -227,15 +221,26 @@ def strategy_of(model: Any) -> Any:
 def updates_taken(take: Callable[[Any, Any, Any], None]) -> Iterator[None]:
     """Hands over what optimizers are asked to apply, which then do not apply it."""
 
-    def instead(kind: type) -> Any:
-        @functools.wraps(kind.__dict__["apply"])
+    def instead(original: Any) -> Any:
+        @functools.wraps(original)
         def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
             take(optimizer, grads, trainable_variables)
 
         return apply
 
-    with _replaced(BaseOptimizer, "apply", instead):
+    every = dict.fromkeys(
+        p for kind in [BaseOptimizer, *_below(BaseOptimizer)] for p in kind.__mro__
+    )
+    originals = {
+        kind: vars(kind)["apply"] for kind in every if "apply" in vars(kind)
+    }  # mixins, too
+    try:
+        for kind, original in originals.items():
+            kind.apply = instead(original)
         yield
+    finally:
+        for kind, original in originals.items():
+            kind.apply = original
 
 
 def variables_for(optimizer: Any, trainable_variables: Any) -> list[Any]:
@@ -247,22 +252,6 @@ def variables_for(optimizer: Any, trainable_variables: Any) -> list[Any]:
         optimizer.build(variables)
         optimizer.built = True
     return variables
-
-
-@contextlib.contextmanager
-def _replaced(base: type, name: str, instead: Callable[[type], Any]) -> Iterator[None]:
-    """Replaces a method of a class, and of all classes that override it."""
-    every = dict.fromkeys(part for kind in [base, *_below(base)] for part in kind.__mro__)
-    kinds = [kind for kind in every if name in vars(kind)]  # mixins among them
-    originals = {kind: vars(kind)[name] for kind in kinds}
-    replacements = {kind: instead(kind) for kind in kinds}
-    try:
-        for kind, method in replacements.items():
-            setattr(kind, name, method)
-        yield
-    finally:
-        for kind, method in originals.items():
-            setattr(kind, name, method)
 
 
 def _below(base: type) -> Iterator[type]:

@@ -12,7 +12,7 @@ import msgspec
 
 from tarantella_pp.errors import ConfigurationError, PlanError, checked_count
 from tarantella_pp.models.make_plan import best_plan, default_machine
-from tarantella_pp.models.model_validation import needs_one_replica, replicas_of
+from tarantella_pp.models.model_validation import needs_whole_batch, replicas_of
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.options import PlanOptions, narrow_dtype
@@ -32,7 +32,6 @@ def agreed_plan(
     plan: Plan | str | Path | None,
 ) -> Plan:
     """The plan that rank 0 makes or loads, on all ranks, whose models it must fit."""
-    made: list[Plan] = []
     memory = None
     if plan is None:
         machine = _with_link(default_machine(), communicator, exact=options.balance == "time")
@@ -42,31 +41,39 @@ def agreed_plan(
 
     def make() -> str:
         if plan is not None:
-            made.append(_given_plan(extracted, plan, options))
-            return made[0].to_json()
+            return _given_plan(extracted, plan, options).to_json()
         asked = _on_ranks(options, communicator.size, extracted)
         best = best_plan(extracted, asked)
-        needed, stages = (0, 1) if memory is None else _largest_rank(best, communicator.size)
-        if memory is not None and needed > memory:
-            # Recomputing or another cut may fit. The limit is not the user's: it is in no plan.
-            try:
-                fitting = best_plan(extracted, replace(asked, memory_limit=memory // stages))
-                best = msgspec.structs.replace(fitting, memory_limit=None)
-            except PlanError as error:
-                warnings.warn(
-                    f"A rank would need {format_bytes(needed)} for a batch of {best.batch_size} "
-                    f"samples, and its share of the memory of this machine is "
-                    f"{format_bytes(memory)}. {error}",
-                    stacklevel=2,
-                )
-        made.append(best)
+        if memory is not None:
+            best = _fitting(best, extracted, asked, communicator.size, memory)
         return best.to_json()
 
     # Devices and clocks of ranks may differ, and plans with them: one rank decides for all.
-    text = on_one_rank(communicator, 0, "make the plan", make, PlanError)
-    agreed = made[0] if made else Plan.from_json(text)
+    agreed = Plan.from_json(on_one_rank(communicator, 0, "make the plan", make, PlanError))
     agreed.check(extracted.graph)
     return agreed
+
+
+def _fitting(
+    best: Plan, extracted: ExtractedModel, asked: PlanOptions, num_ranks: int, memory: int
+) -> Plan:
+    """The plan if it fits, else one that does, else the plan and a warning."""
+    replicas = replicas_of(best.num_stages, num_ranks, best.num_replicas) if num_ranks > 1 else 1
+    ranks = num_ranks // replicas
+    needed = max(best.rank_bytes(ranks))
+    if needed <= memory:
+        return best
+    stages = max(Counter(best.schedule_spec(ranks).placement).values())  # of a rank
+    try:  # recomputing, or another cut
+        fitting = best_plan(extracted, replace(asked, memory_limit=memory // stages))
+    except PlanError as error:
+        warnings.warn(
+            f"A rank would need {format_bytes(needed)} for a batch of {best.batch_size} samples, "
+            f"and its share of the memory of this machine is {format_bytes(memory)}. {error}",
+            stacklevel=2,
+        )
+        return best
+    return msgspec.structs.replace(fitting, memory_limit=None)  # which is not the user's
 
 
 def _with_link(machine: HardwareSpec, communicator: Communicator, *, exact: bool) -> HardwareSpec:
@@ -80,14 +87,6 @@ def _with_link(machine: HardwareSpec, communicator: Communicator, *, exact: bool
     return msgspec.structs.replace(machine, bandwidth=magnitude(bandwidth))
 
 
-def _largest_rank(plan: Plan, num_ranks: int) -> tuple[int, int]:
-    """Bytes of the rank that needs most, and the largest number of stages of a rank."""
-    replicas = replicas_of(plan.num_stages, num_ranks, plan.num_replicas) if num_ranks > 1 else 1
-    ranks = num_ranks // replicas
-    stages = Counter(plan.schedule_spec(ranks).placement)
-    return max(plan.rank_bytes(ranks)), max(stages.values())
-
-
 def _on_ranks(options: PlanOptions, num_ranks: int, extracted: ExtractedModel) -> PlanOptions:
     """Says in the options how many ranks there are, or what follows from that."""
     custom = None if options.schedule is None else read_schedule(options.schedule)
@@ -96,7 +95,7 @@ def _on_ranks(options: PlanOptions, num_ranks: int, extracted: ExtractedModel) -
     if stages is None and num_ranks == 1:
         stages = 1
     if stages is None:
-        if replicas is None and needs_one_replica(extracted):
+        if replicas is None and needs_whole_batch(extracted):
             replicas = 1
         if replicas is not None:
             each = max(1, num_ranks // checked_count("num_replicas", replicas))

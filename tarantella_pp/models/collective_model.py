@@ -22,8 +22,7 @@ from tarantella_pp.files.keras_file import (
     read_weights,
     write_plain,
 )
-from tarantella_pp.internals.data import LogsOfEpoch
-from tarantella_pp.internals.model_files import called_by_writer, save_weights, write_legacy
+from tarantella_pp.internals.model_files import called_by_writer, save_weights
 from tarantella_pp.internals.state import pickled
 from tarantella_pp.models.model_validation import check_overwrite
 from tarantella_pp.runtime.comm.collective import (
@@ -44,11 +43,11 @@ from tarantella_pp.runtime.weights.remote_variables import (
 from tarantella_pp.runtime.weights.value_stream import ValueStream
 
 _LEGACY = (".h5", ".hdf5")
+# Each rank reads what it needs of these files, and of others all.
 _IN_PARTS = (".weights.h5", ".weights.json", ".keras")
-"""Each rank reads what it needs of these files, and of others all."""
 
 
-class CollectiveModel(LogsOfEpoch):
+class CollectiveModel(keras.Model):  # type: ignore[misc]
     """A Keras model whose weights are on the ranks of a pipeline.
 
     Its methods gather the weights first, so all ranks must call them.
@@ -96,12 +95,10 @@ class CollectiveModel(LogsOfEpoch):
         super().set_state_tree(state_tree)
 
     def _refuse_trees(self, method: str) -> None:
-        ranks = self._engine.communicator.size
-        if ranks > 1:
+        if self._engine.communicator.size > 1:
             raise ConfigurationError(
-                f"{method} needs all weights and optimizer state in one process; these are on "
-                f"{ranks} ranks, under names of their own. Use `get_weights` and `set_weights`, or "
-                "`save_weights` and `load_weights`, on all ranks."
+                f"{method} needs all weights and slots in one process, and ranks share them out. "
+                "Use `get_weights` and `set_weights`, or `save_weights` and `load_weights`."
             )
 
     def get_config(self) -> dict[str, Any]:
@@ -121,14 +118,9 @@ class CollectiveModel(LogsOfEpoch):
 
     def __reduce__(self) -> Any:
         """Pickles and copies become plain Keras models; all ranks must make them."""
-        engine = self._engine
-        with engine.communicator.call("pickle or copy"):
-            self._engine.weights.gather()
-            optimizer = self._optimizer_state and self._optimizer_state.whole()
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "model.keras"
-                write_plain(self._plain(optimizer), self._config(optimizer), path)
-                return pickled(path.read_bytes())
+        file = io.BytesIO()
+        self.save(file)
+        return pickled(file)
 
     @collective("overwrite", "include_optimizer", filepath=lambda given: _named(given["filepath"]))
     def save(
@@ -148,7 +140,7 @@ class CollectiveModel(LogsOfEpoch):
         def write(draft: Path, state: Any) -> None:
             optimizer = state if include_optimizer else None
             if draft.suffix in _LEGACY:
-                write_legacy(draft, self._engine.extracted.model, self, optimizer)
+                self._engine.extracted.model.save(draft, include_optimizer=False)
             else:
                 write_plain(self._plain(optimizer), self._config(optimizer), draft)
 

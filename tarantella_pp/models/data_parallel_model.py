@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,7 @@ from tarantella_pp.callbacks.rank_rules import listed
 from tarantella_pp.custom_steps.replica_steps import ReplicaSteps
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError, checked_count
 from tarantella_pp.files.file_replacement import replace_file, replace_shards
-from tarantella_pp.internals.functional import (
-    hides_its_graph,
-    network_of,
-    own_metrics,
-    runs_its_graph,
-)
+from tarantella_pp.internals.functional import hides_its_graph, own_metrics
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.models.training_loops import TrainingLoops
@@ -29,6 +25,8 @@ from tarantella_pp.partition.options import Recompute
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.collective import collective, contents_of, named, on_one_rank
 from tarantella_pp.runtime.comm.communicator import world
+
+_FILES = (".keras", ".h5", ".hdf5")
 
 
 class Model(PipelineModel):
@@ -165,10 +163,9 @@ def has_own_steps(model: Any) -> bool:
     """Whether a model computes its steps in a way of its own, in which replicas must run them."""
     if not isinstance(model, keras.Model) or isinstance(model, TrainingLoops):
         return False
-    is_graph = network_of(model) is not None and runs_its_graph(model)
-    sequential = isinstance(model, keras.Sequential)
-    meters = bool(own_metrics(model)) and not is_graph and not sequential
-    return meters or bool(model_validation.own_steps_of(model))
+    subclassed = hides_its_graph(model) and not isinstance(model, keras.Sequential)
+    meters = subclassed and bool(own_metrics(model))
+    return meters or bool(model_validation.own_steps_of(type(model)))
 
 
 def _with_own_steps(
@@ -185,7 +182,7 @@ def _with_own_steps(
     steps run as they are, and it is saved as ever.
     """
     if given := {name: value for name, value in options.items() if value}:
-        steps = ", ".join(model_validation.own_steps_of(model)) or "its metrics"
+        steps = ", ".join(model_validation.own_steps_of(type(model))) or "its metrics"
         raise ConfigurationError(
             f"Model '{model.name}' has {steps} of its own: each rank runs its steps as they are, "
             f"and nothing is planned. Received: {given}. Leave that out."
@@ -261,38 +258,45 @@ class OwnStepModel(TrainingLoops):
     @collective("overwrite")
     def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
         """Saves the model as plain Keras does; all ranks must call it, the last one writes."""
-        self._write("save", filepath, overwrite, replace_file, kwargs)
+        self._write(functools.partial(self._plain.save, **kwargs), filepath, overwrite)
 
     @collective("overwrite")
     def save_weights(
         self, filepath: Any, overwrite: bool = True, max_shard_size: float | None = None
     ) -> None:
         """Saves the weights as plain Keras does; all ranks must call it, the last one writes."""
-        replace = replace_file if max_shard_size is None else replace_shards
-        options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-        self._write("save_weights", filepath, overwrite, replace, options)
+        write = functools.partial(self._plain.save_weights, max_shard_size=max_shard_size)
+        self._write(write, filepath, overwrite, max_shard_size is not None)
+
+    def _write(
+        self, write: Callable[[Any], None], filepath: Any, overwrite: bool, shards: bool = False
+    ) -> None:
+        """Lets the last rank write a file, or each rank its own if that is open."""
+        if isinstance(filepath, (str, os.PathLike)):
+            write_on_last_rank(write, filepath, overwrite, shards)
+        else:
+            write(filepath)
 
     @collective("skip_mismatch", contents=lambda given: contents_of(given["filepath"]))
     def load_weights(self, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> None:
         """Loads weights as plain Keras does; all ranks must call it, and each reads the file."""
         self._plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
-    def _write(
-        self,
-        method: str,
-        filepath: Any,
-        overwrite: bool,
-        replace: Callable[[Path, Callable[[Path], None]], None],
-        options: Mapping[str, Any],
-    ) -> None:
-        """Lets the last rank write a file, or each rank its own if that is open."""
-        if not isinstance(filepath, (str, os.PathLike)):
-            getattr(self._plain, method)(filepath, **options)
-            return
-        path, ranks = Path(filepath), self._engine.communicator
 
-        def work() -> None:
-            model_validation.check_overwrite(path, path.exists(), overwrite)
-            replace(path, lambda draft: getattr(self._plain, method)(draft, **options))
+def write_on_last_rank(
+    write: Callable[[Path], None], filepath: Any, overwrite: bool, shards: bool = False
+) -> None:
+    """Lets the last rank write a model that each rank has; replaces a file by a complete one."""
+    path, ranks = Path(filepath), world()
 
-        on_one_rank(ranks, ranks.size - 1, method, work)
+    def work() -> None:
+        # Keras would ask whoever started the job, who may be nobody.
+        model_validation.check_overwrite(path, path.exists(), overwrite)
+        if shards:
+            replace_shards(path, write)
+        elif path.suffix in _FILES:
+            replace_file(path, write)
+        else:
+            write(path)
+
+    on_one_rank(ranks, ranks.size - 1, f"save '{path}'", work)

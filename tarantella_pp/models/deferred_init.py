@@ -24,8 +24,8 @@ from tarantella_pp.internals.state import (
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.weights.remote_variables import make_deferred
 
+# Layers in a row that Keras, which finds its way through a model by recursion, may meet.
 DEEPEST = 100_000
-"""Layers in a row that Keras, which finds its way through a model by recursion, may meet."""
 
 
 @contextlib.contextmanager

@@ -7,14 +7,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, PlanError, checked_count
 from tarantella_pp.models.deferred_init import only_shapes
-from tarantella_pp.models.profiler import profile as measure
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.node_link import NamedGraph
 from tarantella_pp.partition.graph.profile import Profile
@@ -33,19 +32,20 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan_choice import choose_plan, infeasible
 from tarantella_pp.partition.plan_search import PlanSearch
 from tarantella_pp.partition.planner import LOOPS, Planner
+from tarantella_pp.runtime.profiler import profile as measure
 from tarantella_pp.schedule import Schedule, ScheduleSpec, read_schedule
 
+# A GPU whose name says nothing.
 ACCELERATOR = HardwareSpec(flops_per_second=1e13, action_seconds=3e-4, memory_bandwidth=1e12)
-"""A GPU whose name says nothing."""
+# Into how many stages a model on one rank is cut, for sums of gradients to begin earlier.
 STAGES_TO_OVERLAP = 4
-"""Into how many stages a model on one rank is cut, for sums of gradients to begin earlier."""
+# Bytes per second of a link below which messages may be worth more micro-batches in flight.
 SLOW_LINK = 2e9
-"""Bytes per second of a link below which messages may be worth more micro-batches in flight."""
+# Into how many a batch is cut to measure operations, where that is open.
 MICRO_BATCHES = 8
-"""Into how many a batch is cut to measure operations, where that is open."""
 
+# Stages of a pipeline, replicas, and ranks of a pipeline.
 Shape = tuple[int, int, int]
-"""Stages of a pipeline, replicas, and ranks of a pipeline."""
 
 
 def make_plan(
@@ -152,48 +152,44 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
     planner = Planner.of(extracted, options.optimizer, options.profile, machine, assignment)
     if len(shapes) == 1:
         planner.check_stages(shapes[0][0])
-    searches = _Searches(planner, options, custom)
-    shapes = _possible(shapes, planner, options)
-    wanted, others = searches.of(shapes)
+    asked, shapes = options.balance, _possible(shapes, planner, options)
+    found = _searches(planner, options, custom, shapes)
+    wanted = [search for search in found if asked in (None, search.given.balance)]
+    others = [search for search in found if asked not in (None, search.given.balance)]
     further: list[PlanSearch] = []
     if options.schedule is None:
-        further = searches.of(_behind_slow_links(shapes, machine), "eager-1f1b")[0]
+        slow = _behind_slow_links(shapes, machine)
+        further = _searches(planner, replace(options, schedule="eager-1f1b"), None, slow)
         if options.num_stages is options.stages_per_rank is options.memory_limit is None:
-            further += searches.of(_cut_to_overlap(shapes, planner, options))[0]
+            cut = _cut_to_overlap(shapes, planner, options)
+            further += _searches(planner, options, custom, cut)
+        further = [search for search in further if asked in (None, search.given.balance)]
     chosen = choose_plan(wanted, others, further)
     if chosen is None:
         raise PlanError(infeasible(replace(wanted[-1], roughly=False)))
     return chosen
 
 
-class _Searches(NamedTuple):
-    """What plans are searched for with."""
-
-    planner: Planner
-    options: PlanOptions
-    custom: Schedule | None
-
-    def of(
-        self, shapes: list[Shape], only: str | None = None
-    ) -> tuple[list[PlanSearch], list[PlanSearch]]:
-        """Searches among plans of some shapes: by the balance that is asked for, and by others."""
-        planner, options, custom = self
-        asked = options.balance
-        balances = _balances(options) if asked in (None, *BALANCES) else (asked,)
-        found = [
-            PlanSearch(
-                planner,
-                replace(options, balance=balance, num_stages=stages, num_replicas=replicas),
-                ScheduleSpec.of(custom or name, stages, ranks),
-                # Plans that compete by their steps need no exact count of temporaries.
-                roughly=balance != asked,
-            )
-            for stages, replicas, ranks in shapes
-            for balance in balances
-            for name in _schedules(only or options.schedule, planner, stages, ranks)
-        ]
-        wanted = [search for search in found if asked in (None, search.given.balance)]
-        return wanted, [search for search in found if asked not in (None, search.given.balance)]
+def _searches(
+    planner: Planner, options: PlanOptions, custom: Schedule | None, shapes: list[Shape]
+) -> list[PlanSearch]:
+    """Searches among plans of some shapes: by the balance that is asked for, and by others."""
+    asked: Any = options.balance
+    balances: tuple[Any, ...] = (asked,)
+    if asked in (None, *BALANCES):  # the last one makes the plan of least memory
+        balances = ("flops", "memory") if options.profile is None else ("time", "flops", "memory")
+    return [
+        PlanSearch(
+            planner,
+            replace(options, balance=balance, num_stages=stages, num_replicas=replicas),
+            ScheduleSpec.of(custom or name, stages, ranks),
+            # Plans that compete by their steps need no exact count of temporaries.
+            roughly=balance != asked,
+        )
+        for stages, replicas, ranks in shapes
+        for balance in balances
+        for name in _schedules(options.schedule, planner, stages, ranks)
+    ]
 
 
 def _completed(
@@ -277,11 +273,6 @@ def _has_stages(num_stages: int, planner: Planner, options: PlanOptions) -> bool
     return True
 
 
-def _balances(options: PlanOptions) -> tuple[str, ...]:
-    """Returns what stages can be balanced by; the last makes the plan of least memory."""
-    return ("flops", "memory") if options.profile is None else ("time", "flops", "memory")
-
-
 def _schedules(given: Any, planner: Planner, num_stages: int, num_ranks: int) -> tuple[Any, ...]:
     """Returns the schedules to choose from; the last needs the least memory."""
     if given is not None:
@@ -305,25 +296,30 @@ def _stages_per_rank(options: PlanOptions, custom: Schedule | None) -> int:
 
 def _shapes(options: PlanOptions, per_rank: int) -> list[Shape]:
     """Returns what to choose from."""
-    num_stages, num_replicas = options.num_stages, options.num_replicas
-    num_ranks = options.num_ranks
-    given = [("num_stages", num_stages), ("num_replicas", num_replicas)]
-    counts = [checked_count(name, value) for name, value in given if value is not None]
+    num_stages, num_replicas, num_ranks = (
+        None if value is None else checked_count(name, value)
+        for name in ("num_stages", "num_replicas", "num_ranks")
+        for value in [getattr(options, name)]
+    )
     if num_ranks is None:
-        stages = checked_count("num_stages", num_stages)
-        shapes = [(stages, 1 if num_replicas is None else counts[-1])]
+        shapes = [(checked_count("num_stages", num_stages), num_replicas or 1)]
     else:
-        ranks = checked_count("num_ranks", num_ranks)
-        shapes = [(n * per_rank, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0]
-    shapes = [(s, r) for s, r in shapes if num_stages in (None, s) and num_replicas in (None, r)]
-    shapes = [(s, r) for s, r in shapes if s % per_rank == 0]
-    if not shapes:
+        counts = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+        shapes = [(n * per_rank, num_ranks // n) for n in counts]
+    found = [
+        (stages, replicas, stages // per_rank)
+        for stages, replicas in shapes
+        if num_stages in (None, stages)
+        and num_replicas in (None, replicas)
+        and stages % per_rank == 0
+    ]
+    if not found:
         raise ConfigurationError(
             "Ranks are stages x replicas / stages_per_rank. Received: num_ranks="
             f"{num_ranks}, num_stages={num_stages}, num_replicas={num_replicas}, "
             f"stages_per_rank={per_rank}"
         )
-    return [(stages, replicas, stages // per_rank) for stages, replicas in shapes]
+    return found
 
 
 def _behind_slow_links(shapes: list[Shape], machine: HardwareSpec) -> list[Shape]:

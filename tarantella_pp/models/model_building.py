@@ -12,28 +12,30 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import keras
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
-from tarantella_pp.files.file_replacement import replace_file
 from tarantella_pp.files.keras_file import KerasFile
 from tarantella_pp.internals.functional import hides_its_graph
 from tarantella_pp.internals.model_files import deserialized
-from tarantella_pp.models.data_parallel_model import Model, OwnStepModel, has_own_steps
+from tarantella_pp.models.data_parallel_model import (
+    Model,
+    OwnStepModel,
+    has_own_steps,
+    write_on_last_rank,
+)
 from tarantella_pp.models.deferred_init import deferred_init
-from tarantella_pp.models.model_validation import check_overwrite
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.graph.keras_reader import extract
-from tarantella_pp.runtime.comm.collective import contents_of, on_all_ranks, on_one_rank
+from tarantella_pp.runtime.comm.collective import contents_of, on_all_ranks
 from tarantella_pp.runtime.comm.communicator import world
 
 logger = logging.getLogger(__name__)
-_FILES = (".keras", ".h5", ".hdf5")
 _COMPILATION = "compile_config"
 
 
@@ -79,18 +81,16 @@ def load_model(
         file = _agreed_file(filepath, stack, compile=bool(compile), safe_mode=bool(safe_mode))
         if file is None:
             reason = "only Keras reads files of this kind"
-            model, _ = built(whole, "load_model", options, of=f"'{filepath}'", reason=reason)
-            return wrapped(model, options)
+            return _wrapped(_built(whole, "load_model", options, reason=reason)[0], options)
         config = dict(file.config)
         compilation = config.pop(_COMPILATION, None)
-        model, by_share = built(
-            lambda: deserialized(config, objects, safe_mode),
-            "load_model", options, whole, of=f"the model of file {file.name}",
-        )  # fmt: skip
-        distributed = wrapped(model, options)
+        model, by_share = _built(
+            lambda: deserialized(config, objects, safe_mode), "load_model", options, whole
+        )
+        distributed = _wrapped(model, options)
         if by_share:
             try:
-                compile_as(distributed, compilation if compile else None, objects, safe_mode)
+                _compile_as(distributed, compilation if compile else None, objects, safe_mode)
             except ConfigurationError as error:
                 raise ConfigurationError(
                     f"The model of file {file.name} cannot be compiled as it was: {error} Load it "
@@ -125,18 +125,10 @@ def save_model(
     if isinstance(model, TrainingLoops) or isinstance(filepath, io.IOBase):
         model.save(filepath, overwrite=overwrite, **options)
         return
-    ranks, path = world(), Path(os.fspath(filepath))  # type: ignore[arg-type]
-
-    def write() -> None:
-        # Keras would ask whoever started the job, who may be nobody.
-        check_overwrite(path, path.exists(), overwrite)
-        if path.suffix not in _FILES:
-            keras.saving.save_model(model, path, **options)
-        else:
-            replace_file(path, lambda draft: keras.saving.save_model(model, draft, **options))
-
-    with ranks.call("save_model", overwrite=overwrite):
-        on_one_rank(ranks, ranks.size - 1, f"save '{path}'", write)
+    with world().call("save_model", overwrite=overwrite):
+        write_on_last_rank(
+            lambda path: keras.saving.save_model(model, path, **options), filepath, overwrite
+        )
 
 
 def model_from_config(
@@ -175,9 +167,8 @@ def model_from_config(
             return PipelineModel.from_config(config, custom_objects)
         return deserialized(config, custom_objects)
 
-    model = built(make, "model_from_config", options)[0]
-    distributed = wrapped(model, options)
-    compile_as(distributed, compilation, custom_objects)
+    distributed = _wrapped(_built(make, "model_from_config", options)[0], options)
+    _compile_as(distributed, compilation, custom_objects)
     return distributed
 
 
@@ -249,14 +240,17 @@ def clone_model(
         return keras.models.clone_model(plain, **given)
 
     def copy_layers() -> Any:
-        with _not_compiled(plain):
+        before, plain.compiled = plain.compiled, False  # Keras would compile the copy, too
+        try:
             return copy()
+        finally:
+            plain.compiled = before
 
     whole = copy_layers if isinstance(model, PipelineModel) else copy
-    made = built(copy_layers, "clone_model", options, whole)[0]
+    made = _built(copy_layers, "clone_model", options, whole)[0]
     kind = Model if isinstance(model, Model) and "num_stages" not in options else None
-    clone = wrapped(made, options, kind)
-    compile_as(clone, compilation)
+    clone = _wrapped(made, options, kind)
+    _compile_as(clone, compilation)
     return clone
 
 
@@ -267,61 +261,50 @@ def _plain_of(model: Any) -> keras.Model:
     return model._plain if isinstance(model, OwnStepModel) else model
 
 
-def built(
+def _built(
     make: Callable[[], Any],
     method: str,
     options: Mapping[str, Any],
     whole: Callable[[], Any] | None = None,
-    of: str = "",
     reason: str = "",
 ) -> tuple[Any, bool]:
     """Builds a model without weights or, if that cannot be done, all of it on every rank."""
-    ranks, model, drawn = world(), None, random.getstate()
-    if not reason and options.get("balance") == "time":
-        reason = "balance='time' runs the model on rank 0"
+    ranks, found, drawn = world(), list[Any](), random.getstate()
+    if options.get("balance") == "time":
+        reason = reason or "balance='time' runs the model on rank 0"
     if not reason:
-        model, reason = _without_weights(make)
+        scope = deferred_init()
+        scope.__enter__()  # where ranks meet: what they do not agree on is no reason, but an error
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.push(scope)
+                found.append(make())
+            reason = _reason_of(found[0])
+        except Exception as error:  # what cannot be done so, or not at all: it is found out next
+            reason = f"{type(error).__name__}: {error}"
+
+    def build() -> None:
+        try:
+            found[:] = [(whole or make)()]
+        except Exception as error:
+            raise ConfigurationError(
+                f"{method} cannot build the model: {type(error).__name__}: {error}"
+            ) from error
+
     with ranks.call(f"{method} (build)"):
         reasons = list(filter(None, ranks.allgather_json(reason)))
         if not reasons:
-            return model, True
+            return found[0], True
         random.setstate(drawn)  # so that weights have the seeds of a model built at once
-        model = _with_weights(whole or make, f"{method} cannot build {of or 'the model'}")
+        on_all_ranks(ranks, "build the model", build)
     if 1 < ranks.size == ranks.rank + 1:
         logger.warning(
             "%s builds all of the model on every rank, not each its share: %s", method, reasons[0]
         )
-    return model, False
+    return found[0], False
 
 
-def _without_weights(make: Callable[[], Any]) -> tuple[Any, str]:
-    """Builds a model without weights; says why if that cannot be done."""
-    scope = deferred_init()
-    scope.__enter__()  # where the ranks meet: what they do not agree on is no reason, but an error
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.push(scope)
-            model = make()
-        return model, _reason_of(model)
-    except Exception as error:  # what cannot be done so, or not at all, which is found out next
-        return None, f"{type(error).__name__}: {error}"
-
-
-def _with_weights(make: Callable[[], Any], failed: str) -> Any:
-    """Builds a model on each rank; where one cannot, all fail."""
-    found: list[Any] = []
-
-    def work() -> None:
-        try:
-            found.append(make())
-        except Exception as error:
-            raise ConfigurationError(f"{failed}: {type(error).__name__}: {error}") from error
-
-    on_all_ranks(world(), "build the model", work)
-    return found[0]
-
-
-def wrapped(model: Any, options: Mapping[str, Any], kind: Any = None) -> Any:
+def _wrapped(model: Any, options: Mapping[str, Any], kind: Any = None) -> Any:
     """Makes a model a distributed one."""
     subclassed = hides_its_graph(model) and not isinstance(model, keras.Sequential)
     unknown = set(options) - set(inspect.signature(Model.__init__).parameters)
@@ -331,7 +314,7 @@ def wrapped(model: Any, options: Mapping[str, Any], kind: Any = None) -> Any:
     return kind(model, **options)
 
 
-def compile_as(
+def _compile_as(
     model: Any,
     compilation: Any,
     custom_objects: Mapping[str, Any] | None = None,
@@ -363,17 +346,6 @@ def _reason_of(model: Any) -> str:
     inside = {id(variable) for variable in extract(model).variables}
     outside = [variable.path for variable in model.variables if id(variable) not in inside]
     return f"no layer of its graph has {outside[:3]}" if outside else ""
-
-
-@contextlib.contextmanager
-def _not_compiled(model: Any) -> Iterator[None]:
-    """Has Keras clone a model without its compilation."""
-    before = model.compiled
-    model.compiled = False
-    try:
-        yield
-    finally:
-        model.compiled = before
 
 
 def _agreed_file(filepath: Any, stack: contextlib.ExitStack, **facts: Any) -> KerasFile | None:

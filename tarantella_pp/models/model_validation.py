@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError, checked_count
-from tarantella_pp.internals.optimizers import delegates_of, is_keras_optimizer, wrapped_in
-from tarantella_pp.internals.training import layers_in, strategy_of
+from tarantella_pp.internals.functional import sublayers
+from tarantella_pp.internals.training import strategy_of
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
-from tarantella_pp.partition.graph.layer_graph import LayerGraph
-from tarantella_pp.partition.graph.units import format_bytes
-from tarantella_pp.runtime.engine import Engine
-from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason
-from tarantella_pp.runtime.probes.optimizer_probe import treats_weights_apart
 from tarantella_pp.runtime.weights.remote_variables import is_stale
 
 _OWN_STEPS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
+# Layers that a warning names; models have hundreds of one kind.
 _NAMED = 3
-"""Layers that a warning names; models have hundreds of one kind."""
 
 
 def check_backend() -> None:
@@ -47,7 +41,7 @@ def check_model(model: Any) -> None:
         raise UnsupportedModelError(
             f"Model '{model.name}' is a pipeline already. Wrap the model that it was made of."
         )
-    overridden = own_steps_of(model)
+    overridden = own_steps_of(type(model))
     if overridden:
         raise UnsupportedModelError(
             f"Model '{model.name}' overrides {', '.join(overridden)}, which cannot be cut into "
@@ -56,14 +50,14 @@ def check_model(model: Any) -> None:
         )
 
 
-def own_steps_of(model: Any) -> list[str]:
-    """Names what a model overrides of Keras' steps."""
-    return [n for n in _OWN_STEPS if getattr(type(model), n) is not getattr(keras.Model, n)]
+def own_steps_of(kind: type, base: type = keras.Model) -> list[str]:
+    """Names what a class of models overrides of the steps of another one."""
+    return [name for name in _OWN_STEPS if getattr(kind, name) is not getattr(base, name)]
 
 
 def check_subclass(kind: type, base: type) -> None:
     """Refuses subclasses of the pipeline's own model whose code its steps would not run."""
-    overridden = [n for n in (*_OWN_STEPS, "call") if getattr(kind, n) is not getattr(base, n)]
+    overridden = own_steps_of(kind, base) + ["call"] * (kind.call is not base.call)  # type: ignore[attr-defined]
     if overridden:
         raise UnsupportedModelError(
             f"Class {kind.__name__} overrides {', '.join(overridden)}, which the stages of a "
@@ -79,17 +73,6 @@ def check_strategy(model: Any) -> None:
             "A pipeline spreads a model over MPI ranks and does not work with tf.distribute. "
             f"Received: model '{model.name}' in the scope of {type(strategy).__name__}. Make and "
             "train it outside of any strategy's scope, and start one rank for each device."
-        )
-
-
-def check_step_by_hand(method: str, compiled: bool) -> None:
-    """Refuses steps that cannot run where they are called."""
-    if not compiled:
-        raise ConfigurationError(f"Call `compile()` before `{method}()`.")
-    if tf.inside_function():
-        raise ConfigurationError(
-            f"`{method}()` of a pipeline exchanges messages, which a `tf.function` cannot. Call it "
-            "outside of any; the stages are compiled all the same."
         )
 
 
@@ -113,31 +96,36 @@ def replicas_of(num_stages: Any, num_ranks: int, num_replicas: int | None = None
     )
 
 
-def needs_one_replica(extracted: ExtractedModel) -> bool:
-    """Whether a model is refused on several replicas, whatever the number of micro-batches."""
-    graph = extracted.graph
-    outputs = [graph.tensors[i].rows_per_sample for i in graph.outputs]
-    return any(rows not in (None, 1) for rows in outputs) or any(
-        layer.synchronized for layer in _batch_norms(extracted.calls)
-    )
-
-
-def check_outputs(graph: LayerGraph, num_micro_batches: int) -> None:
-    """Refuses outputs that cannot be put together from micro-batches."""
-    for tensor in (graph.tensors[i] for i in graph.outputs):
-        if num_micro_batches > 1 and tensor.rows_per_sample not in (None, 1):
-            raise UnsupportedModelError(
+def needs_whole_batch(extracted: ExtractedModel) -> str:
+    """Why a model trains only in one micro-batch of one replica; empty if it does not."""
+    for tensor in (extracted.graph.tensors[i] for i in extracted.graph.outputs):
+        if tensor.rows_per_sample not in (None, 1):
+            return (
                 f"Output '{tensor.name}' of shape {tensor.shape} does not have one row for each "
-                "sample, so the outputs of micro-batches do not add up to that of the batch. "
-                "Leave it out of the outputs, give it one row for each sample, or use "
-                f"num_micro_batches=1 and num_replicas=1. Received: {num_micro_batches} "
-                "micro-batches, of all replicas"
+                "sample, so outputs of micro-batches do not add up to that of the batch"
             )
+    names = [layer.name for layer in _batch_norms(extracted) if layer.synchronized]
+    if names:
+        return (
+            f"BatchNormalization layers {', '.join(names)} have synchronized=True, but each "
+            "micro-batch would get its own statistics"
+        )
+    return ""
 
 
-def warn_of_batch_statistics(calls: Iterable[Any], num_micro_batches: int) -> None:
+def check_micro_batches(extracted: ExtractedModel, num_micro_batches: int) -> None:
+    """Refuses to cut batches of a model that needs them whole."""
+    reason = needs_whole_batch(extracted) if num_micro_batches > 1 else ""
+    if reason:
+        raise UnsupportedModelError(
+            f"{reason}. Use num_micro_batches=1 and num_replicas=1, or leave that out. Received: "
+            f"{num_micro_batches} micro-batches, of all replicas"
+        )
+
+
+def warn_of_batch_statistics(extracted: ExtractedModel, num_micro_batches: int) -> None:
     """Warns where the numbers differ from plain Keras."""
-    names = [layer.name for layer in _batch_norms(calls)]
+    names = [layer.name for layer in _batch_norms(extracted)]
     if len(names) > _NAMED:
         names = [*names[:_NAMED], f"and {len(names) - _NAMED} more"]
     if names and num_micro_batches > 1:
@@ -151,28 +139,11 @@ def warn_of_batch_statistics(calls: Iterable[Any], num_micro_batches: int) -> No
         )
 
 
-def check_synchronized(calls: Iterable[Any], num_micro_batches: int) -> None:
-    """Refuses batch statistics that must be taken over the whole batch."""
-    names = [layer.name for layer in _batch_norms(calls) if layer.synchronized]
-    if names and num_micro_batches > 1:
-        raise UnsupportedModelError(
-            f"BatchNormalization layers {', '.join(names)} have synchronized=True, but each of "
-            f"the num_micro_batches={num_micro_batches} micro-batches would get its own "
-            "statistics. Use num_micro_batches=1 and num_replicas=1, or synchronized=False for "
-            "statistics of micro-batches."
-        )
-
-
-def _batch_norms(calls: Iterable[Any]) -> list[Any]:
+def _batch_norms(extracted: ExtractedModel) -> list[Any]:
     """The BatchNormalization layers that take statistics of what they are given in training."""
-    found = (
-        layer
-        for call in calls
-        if isinstance(call.operation, keras.layers.Layer)
-        for layer in layers_in(call.operation)
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-    )
-    return list(dict.fromkeys(found))
+    layers = (layer for call in extracted.calls for layer in sublayers(call.operation))
+    kind = keras.layers.BatchNormalization
+    return list(dict.fromkeys(x for x in layers if isinstance(x, kind) and x.trainable))
 
 
 def check_deferred(model: Any, balance: str | None) -> None:
@@ -181,73 +152,6 @@ def check_deferred(model: Any, balance: str | None) -> None:
         raise ConfigurationError(
             f"balance='time' runs model '{model.name}' on rank 0, which does not have all of its "
             "weights. Use balance='flops', or a plan made beforehand of a model with weights."
-        )
-
-
-def check_division(optimizer: Any, weights: Sequence[Any], num_ranks: int) -> None:
-    """Refuses optimizers that would do something else on several ranks than on one."""
-    if optimizer is None or num_ranks == 1:
-        return
-    delegates = delegates_of(wrapped_in(optimizer), weights)
-    for part in dict.fromkeys([optimizer, wrapped_in(optimizer), *delegates]):
-        _check_own_optimizer(part, num_ranks)
-        if part in delegates and part.global_clipnorm:
-            raise ConfigurationError(
-                f"Optimizer {part.name} in {wrapped_in(optimizer).name} clips the gradients of "
-                f"some weights by their common norm, and they are on {num_ranks} ranks. Received: "
-                f"global_clipnorm={part.global_clipnorm} of an optimizer in a MultiOptimizer. Use "
-                "clipnorm, which clips each by itself, or run all stages in one process."
-            )
-
-
-def _check_own_optimizer(optimizer: Any, num_ranks: int) -> None:
-    """Refuses optimizers of the user's that look at all gradients at once."""
-    if is_keras_optimizer(optimizer):
-        return
-    name = type(optimizer).__name__
-    try:
-        apart = treats_weights_apart(optimizer)
-    except Exception as error:  # whatever a class of the user's may raise
-        raise ConfigurationError(
-            f"Optimizer {name} cannot be tried out with other weights "
-            f"({type(error).__name__}: {error}), so it is not known whether it may train the "
-            f"weights of {num_ranks} ranks apart from each other. Make `get_config` return what "
-            "its __init__ takes, as Keras' own optimizers do, or run all stages in one process."
-        ) from error
-    if not apart:
-        raise ConfigurationError(
-            f"Optimizer {name} looks at several weights at once, which are on {num_ranks} ranks. "
-            "Treat each weight by itself, or run all stages in one process."
-        )
-
-
-def check_loss(compiled: Any, engine: Engine) -> None:
-    """Refuses a loss of the whole batch where it is asked for before all outputs are there.
-
-    Warns of what it costs where the schedule may be chosen for it.
-    """
-    plan, graph = engine.plan, engine.extracted.graph
-    reason = whole_batch_reason(compiled, engine.extracted)
-    if reason is None or plan.num_micro_batches == 1:
-        return
-    if engine.schedules.sees_batch_at_once:
-        return
-    if not engine.schedules.free:
-        raise ConfigurationError(
-            f"Received: schedule={plan.schedule!r}, which computes the loss of one micro-batch "
-            f"after the other, but {reason}. Leave `schedule` out, use schedule='gpipe' or "
-            "num_micro_batches=1, or a loss that treats each sample by itself."
-        )
-    if engine.prints:
-        outputs = sum(graph.tensors[tensor].bytes_per_sample for tensor in graph.outputs)
-        warnings.warn(
-            f"{reason[0].upper()}{reason[1:]}, so it is computed of the whole batch at once. "
-            "Training runs schedule='gpipe': each stage keeps what its backward pass needs of all "
-            f"num_micro_batches={plan.num_micro_batches} micro-batches, and the last one all "
-            f"outputs, {format_bytes(outputs)} for each sample; `model.plan` counts both. A loss "
-            "that treats each sample by itself needs neither.",
-            UserWarning,
-            stacklevel=3,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,15 @@ with needed_for("tarantella_pp.PipelineModel"):
     import keras
 
 from tarantella_pp.errors import ConfigurationError, checked_count
+from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.internals.optimizers import with_loss_scaling
 from tarantella_pp.internals.state import compiled_with, forget_functions
-from tarantella_pp.internals.training import compile_loss, layers_in
+from tarantella_pp.internals.training import compile_loss
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.agreed_plan import agreed_plan
 from tarantella_pp.models.collective_model import CollectiveModel
 from tarantella_pp.models.deferred_init import deferred_init, initial_values
-from tarantella_pp.models.training_loops import TrainingLoops, learning_rate_of
+from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.options import PlanOptions, Recompute
 from tarantella_pp.partition.plan.plan import Plan
@@ -152,8 +152,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
                 agreed.num_stages, communicator.size, agreed.num_replicas
             )
             micro_batches = agreed.num_micro_batches * agreed.num_replicas
-            model_validation.check_synchronized(extracted.calls, micro_batches)
-            model_validation.check_outputs(extracted.graph, micro_batches)
+            model_validation.check_micro_batches(extracted, micro_batches)
             replicas = replicas if communicator.size > 1 else 1
             groups = ProcessGroups.of(communicator, replicas, agreed.placement)
             super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
@@ -167,13 +166,13 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             )  # fmt: skip
             self._engine.weights.start_alike()
         if self._engine.prints:
-            model_validation.warn_of_batch_statistics(extracted.calls, micro_batches)
+            model_validation.warn_of_batch_statistics(extracted, micro_batches)
         if model.compiled:
             self._compile_as(model)
 
     def _freeze_whole(self, model: keras.Model) -> None:
         """Takes over the flag of a model that is frozen as a whole; its layers keep their own."""
-        flags = [(layer, layer.trainable) for layer in layers_in(model)]
+        flags = [(layer, layer.trainable) for layer in sublayers(model)]
         self.trainable = False
         for layer, flag in flags:
             layer.trainable = flag
@@ -197,13 +196,9 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             return list(super().layers)
         return list(self._engine.extracted.model.layers)
 
-    def summary(self, *args: Any, layer_range: Sequence[str] | None = None, **kwargs: Any) -> None:
-        """Prints what the wrapped model's own summary lists."""
-        if layer_range is None:  # without the input layer of a Sequential model
-            ends = self.layers[0].name, self.layers[-1].name
-            sequential = isinstance(self._engine.extracted.model, keras.Sequential)
-            layer_range = [f"{re.escape(name)}$" for name in ends] if sequential else None
-        super().summary(*args, layer_range=layer_range, **kwargs)
+    def summary(self, *args: Any, **kwargs: Any) -> None:
+        """Prints the summary of the wrapped model."""
+        self._engine.extracted.model.summary(*args, **kwargs)
 
     @property
     def distribute_strategy(self) -> Any:
@@ -221,7 +216,8 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         if self._engine.communicator.size > 1:
             raise ConfigurationError(
                 f"The weights of '{self.name}' are on {self._engine.communicator.size} ranks: "
-                "no rank can call the model alone. Use `predict` on all ranks."
+                "no rank can call the model alone. Use `predict`, `train_on_batch` and the like "
+                "on all ranks."
             )
         return super().call(inputs, training=training, mask=mask)
 
@@ -249,12 +245,9 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         if not self.trainable:  # Keras trains nothing then, of layers that were set free again, too
             for variable in self.variables:
                 variable.trainable = False
-        ranks = self._engine.weights.table.ranks.size
-        model_validation.check_division(optimizer, self.trainable_variables, ranks)
         compiled = compile_loss(self, given.arguments["loss"], given.arguments["loss_weights"])
-        model_validation.check_loss(compiled, self._engine)
-        metrics = (given.arguments[name] for name in ("metrics", "weighted_metrics"))
-        self._engine.memory.refuse_compilation(compiled, any(kind is not None for kind in metrics))
+        metrics = [given.arguments[name] for name in ("metrics", "weighted_metrics")]
+        self._engine.refuse_compilation(optimizer, compiled, metrics != [None, None])
         facts = compiled_facts(given.arguments)
         with self._engine.communicator.call("compile", **facts):
             state = self._divided(optimizer)  # before Keras compiles: what fails changes nothing
@@ -300,42 +293,27 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         self._engine.weights.refresh()
         super().make_predict_function(force)
 
-    @collective(learning_rate=learning_rate_of)
-    def train_step(self, data: Any) -> dict[str, Any]:
-        """Trains on one batch, for loops of your own; returns the logs. All ranks must call it."""
-        model_validation.check_step_by_hand("train_step", self.compiled)
-        self.make_train_function()
-        return self.train_function(iter([data]))  # type: ignore[no-any-return]
-
-    @collective()
-    def test_step(self, data: Any) -> dict[str, Any]:
-        """Evaluates one batch, for loops of your own; as `train_step`."""
-        model_validation.check_step_by_hand("test_step", self.compiled)
-        self.make_test_function()
-        return self.test_function(iter([data]))  # type: ignore[no-any-return]
-
-    @collective()
-    def predict_step(self, data: Any) -> Any:
-        """Predicts one batch, for loops of your own; as `train_step`, but needs no `compile`."""
-        model_validation.check_step_by_hand("predict_step", True)
-        self.make_predict_function()
-        return self.predict_function([data])
-
     def compute_metrics(
         self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
     ) -> dict[str, Any]:
         """Updates the compiled metrics, for loops of your own in one process."""
-        if self._engine.communicator.size > 1:
-            raise ConfigurationError(
-                "`compute_metrics()` would update the metrics of one rank alone. Use `test_step` "
-                "or `evaluate` on all ranks."
-            )
         super().compute_metrics(x, y, y_pred, sample_weight)
         return dict(keras.Model.get_metrics_result(self))
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Returns the logs of the last step, or of none since a reset, the same on every rank."""
-        return dict(self._engine.logs or super().get_metrics_result())
+        if self._engine.logs:
+            return dict(self._engine.logs)
+        found: dict[str, Any] = {}
+        for name, result in super().get_metrics_result().items():  # some are dicts, flat in logs
+            found |= result if isinstance(result, dict) else {name: result}
+        return found
+
+    def _get_metrics_result_or_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the logs of an epoch: those restored where no step of it was left to train."""
+        if not logs:
+            return dict(self._engine.logs)
+        return super()._get_metrics_result_or_logs(logs)  # type: ignore[no-any-return]
 
     @collective()
     def reset_metrics(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
@@ -18,7 +18,6 @@ from tarantella_pp.callbacks.rank_rules import (
 )
 from tarantella_pp.internals.data import train_validation_split
 from tarantella_pp.internals.optimizers import settable_learning_rate
-from tarantella_pp.internals.training import forget_validation
 from tarantella_pp.runtime.comm.collective import collective
 from tarantella_pp.runtime.data.data_adapter import (
     GivenData,
@@ -29,13 +28,8 @@ from tarantella_pp.runtime.data.data_adapter import (
     step_function,
 )
 
-if TYPE_CHECKING:
-
-    class _AnyModel(keras.Model):
-        """Any class of models."""
-
-else:  # it is put before classes of models, Functional or not
-    _AnyModel = object
+# It is put before classes of models, Functional or not.
+_AnyModel: Any = object
 
 
 def learning_rate_of(given: Mapping[str, Any]) -> float:
@@ -100,7 +94,6 @@ class TrainingLoops(_AnyModel):
         engine = self._engine
         callbacks = with_trace(callbacks, self, os.environ)
         engine.record(None)
-        forget_validation(self)
 
         def find() -> list[GivenData | None]:
             data, held_out = (x, y, sample_weight), validation_data

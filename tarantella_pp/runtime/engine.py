@@ -19,6 +19,7 @@ from tarantella_pp.runtime.comm.collective import on_all_ranks
 from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.data.batch import Batch, needs_of_ranks
 from tarantella_pp.runtime.data.data_feed import DataFeed
+from tarantella_pp.runtime.probes.optimizer_probe import check_division
 from tarantella_pp.runtime.rank_stages import RankStages
 from tarantella_pp.runtime.shared_logs import SharedLogs
 from tarantella_pp.runtime.stage.model_outputs import pack_outputs
@@ -168,6 +169,12 @@ class Engine:
         """Makes known to other ranks that weights have changed behind a step; all must call it."""
         self.weights.clock.advance()
         self.weights.publish()
+
+    def refuse_compilation(self, optimizer: Any, loss: Any, has_metrics: bool) -> None:
+        """Refuses what would train otherwise on these ranks, or does not fit the plan."""
+        ranks = self.weights.table.ranks.size
+        check_division(optimizer, self._model.trainable_variables, ranks)
+        self.memory.refuse_compilation(loss, has_metrics)
 
     def forget_compilation(self) -> None:
         """Makes the next step look at the model's loss, metrics and optimizer anew."""

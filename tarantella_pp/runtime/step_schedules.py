@@ -119,9 +119,39 @@ class MemoryCheck:
         return self._of(self._plan.batch_size, OutputUse(at_once, None, has_metrics))
 
     def refuse_compilation(self, loss: Any, has_metrics: bool) -> None:
-        """Refuses loss and metrics that do not fit with the batch size of the plan."""
+        """Refuses loss and metrics that do not fit the schedule, or the batch size of the plan."""
+        at_once = whole_batch_reason(loss, self._extracted)
+        if at_once is not None:
+            self._check_schedule(at_once)
         if self._plan.limits is not None:
             self._refuse(self.expected(loss, has_metrics))
+
+    def _check_schedule(self, reason: str) -> None:
+        """Refuses a loss of the whole batch where it is asked for before all outputs are there.
+
+        Warns of what it costs where the schedule may be chosen for it.
+        """
+        count = self._plan.num_micro_batches
+        if count == 1 or self._schedules.sees_batch_at_once:
+            return
+        if not self._schedules.free:
+            raise ConfigurationError(
+                f"Received: schedule={self._plan.schedule!r}, which computes the loss of one "
+                f"micro-batch after the other, but {reason}. Leave `schedule` out, use "
+                "schedule='gpipe' or num_micro_batches=1, or a loss that treats each sample by "
+                "itself."
+            )
+        world, graph = self._groups.world, self._extracted.graph
+        if world.rank == world.size - 1:
+            outputs = sum(graph.tensors[tensor].bytes_per_sample for tensor in graph.outputs)
+            warnings.warn(
+                f"{reason[0].upper()}{reason[1:]}, so it is computed of the whole batch at once, "
+                "with schedule='gpipe': each stage keeps what its backward pass needs of all "
+                f"num_micro_batches={count} micro-batches, and the last one all outputs, "
+                f"{format_bytes(outputs)} for each sample; `model.plan` counts both.",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def refuse_batch(self, rows: int, outputs: OutputUse) -> None:
         """Refuses a batch for which a stage needs more memory than its limit.

@@ -5,16 +5,13 @@ Everything is in float64: tests of `tests/face` run in it, other processes call 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import ops
 
 from tarantella_pp.errors import ConfigurationError
@@ -201,18 +198,6 @@ class Outcome:
 
 
 FIELDS = ("history", "evaluation", "predictions", "weights")
-
-
-@contextlib.contextmanager
-def in_eager_steps() -> Iterator[None]:
-    """Has plain Keras trace no functions: models of tests are traced longer than run."""
-    tf.config.run_functions_eagerly(True)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*does not apply to tf.data functions")
-            yield
-    finally:
-        tf.config.run_functions_eagerly(False)
 
 
 def make(case: Case, **options: Any) -> keras.Model:

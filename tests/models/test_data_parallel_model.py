@@ -7,9 +7,7 @@ import json
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
-import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, TarantellaError
 from tarantella_pp.models.data_parallel_model import Model, Sequential
 from tarantella_pp.models.make_plan import make_plan
@@ -116,9 +114,6 @@ def train_subclassed(folder):
         m.fit({"a": X}, TARGETS, verbose=0, shuffle=False).history for m in (model, again)
     ]
     found["random"] = numbers_of(residual(lambda model: with_inputs(model), rate=0.4), (8, 3))
-    found["own step"] = own_steps(
-        tnt.DistributedOptimizer(adamw()), slice(tnt.get_rank(), None, tnt.get_size())
-    )
     return json.loads(json.dumps(found))
 
 
@@ -132,45 +127,6 @@ def test_subclassed_models_train_on_two_ranks_as_in_one_process(tmp_path):
     assert distance(*first["on"]) < 1e-13
     cut = residual(lambda model: with_inputs(model, num_micro_batches=2), rate=0.4)
     assert distance(numbers_of(cut, (8, 3)), first["random"], "weights") < 1e-13
-    assert distance(own_steps(adamw(), slice(None)), first["own step"], "weights") < 1e-10
-
-
-class OwnStep(keras.Model):
-    """The step of a user who computes the loss himself."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
-        weights = self.trainable_variables
-        gradients = tape.gradient(loss, [w.value for w in weights])
-        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
-        return {"loss": loss}
-
-
-def own_step_model():
-    inputs = keras.Input(X.shape[1:])
-    return OwnStep(inputs, keras.layers.Dense(Y.shape[1])(inputs))
-
-
-def own_steps(optimizer, rows):
-    """The weights after an epoch of Keras' own `fit`, with the rows of this rank of each batch."""
-    keras.utils.set_random_seed(5)
-    model = own_step_model()
-    model.compile(optimizer, run_eagerly=True)
-    optimizer.build(model.trainable_variables)
-    batches = [(X[i : i + 4][rows], Y[i : i + 4][rows]) for i in range(0, 20, 4)]
-    model.fit(
-        tf.data.Dataset.from_generator(
-            lambda: iter(batches),
-            output_signature=(
-                tf.TensorSpec((None, *X.shape[1:]), X.dtype),
-                tf.TensorSpec((None, *Y.shape[1:]), Y.dtype),
-            ),
-        ),
-        verbose=0,
-    )
-    return [w.tolist() for w in model.get_weights()]
 
 
 class Eager(keras.Model):

@@ -17,8 +17,7 @@ from tests.zoo import models
 
 pytestmark = pytest.mark.keras
 
-WIDTH = 40_000
-"""Such that a kernel has 6.4 GB."""
+WIDTH = 40_000  # a kernel has 6.4 GB
 
 
 def huge():

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.internals.training import global_seed, layers_in, running_states
+from tarantella_pp.internals.functional import sublayers
+from tarantella_pp.internals.training import global_seed, running_states
 
 _WRITES = ("Assign", "ResourceScatter", "ResourceApply", "ResourceStridedSliceAssign", "Rng")
 # Operations that call functions with all inputs but the first.
@@ -101,7 +102,7 @@ def _origin(name: str, made: Mapping[str, Any]) -> str:
 
 def _place(operation: str, layer: Any) -> str:
     """The innermost layer in whose scope an operation is."""
-    names = {part.name for part in layers_in(layer) if part is not layer}
+    names = {part.name for part in sublayers(layer) if part is not layer}
     for scope in reversed(operation.split("/")):
         head, _, number = scope.rpartition("_")
         found = scope if scope in names else head if number.isdigit() else ""

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.internals.functional import layer_metrics
-from tarantella_pp.internals.training import layers_in, reported_moments, running_states
+from tarantella_pp.internals.functional import layer_metrics, sublayers
+from tarantella_pp.internals.training import reported_moments, running_states
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
@@ -152,7 +152,7 @@ class ForwardState:
         operations = [call.operation for call in calls if isinstance(call.operation, keras.Layer)]
         for layer in {id(layer): layer for layer in operations}.values() if peers.size > 1 else ():
             times = sum(each is layer for each in operations)
-            for part in layers_in(layer):
+            for part in sublayers(layer):
                 if isinstance(part, keras.layers.BatchNormalization):
                     for variable in part.non_trainable_variables:
                         self._statistics[id(variable)] = variable, part.momentum**times

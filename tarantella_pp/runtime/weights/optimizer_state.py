@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
@@ -31,11 +30,9 @@ from tarantella_pp.internals.state import (
 )
 from tarantella_pp.runtime.comm.collective import digest
 from tarantella_pp.runtime.comm.communicator import TensorSpec
-from tarantella_pp.runtime.comm.tensor_buffers import value_of, variable_dtype
+from tarantella_pp.runtime.comm.tensor_buffers import variable_dtype
 from tarantella_pp.runtime.weights.rank_weights import RankWeights, VariableTable
 from tarantella_pp.runtime.weights.value_stream import ValuePieces, ValueStream
-
-_Array = np.ndarray[Any, Any]
 
 
 class OptimizerState:
@@ -86,21 +83,8 @@ class OptimizerState:
         finalize_only(self._optimizer, self._own, self._finalized)
         self._held()
 
-    def whole(self) -> Any:
-        """Brings all slots together; takes all ranks."""
-        if self._communicator.size == 1:
-            return self._optimizer
-        held, specs = self._all_specs()
-        values = []
-        for i, spec in enumerate(specs):
-            root = self._source(self._slots[i].positions)
-            mine = root == self._communicator.rank
-            values.append(value_of(held[i]) if mine else np.empty(spec.shape, spec.dtype))
-            self._communicator.broadcast(values[-1], root)
-        return self._stand_in(values.__getitem__)
-
     def streamed(self, stream: ValueStream) -> Any:
-        """As `whole`, but slots are read when Keras writes them; takes all ranks."""
+        """What Keras saves for the whole optimizer, slots read when it does; takes all ranks."""
         if self._communicator.size == 1:
             return self._optimizer
         held, specs = self._all_specs()
@@ -218,7 +202,7 @@ class OptimizerState:
         """The rank with the values of a slot; one that serves no single weight is on several."""
         return self._ranks[positions[0] if positions else 0] if self._ranks else 0
 
-    def _stand_in(self, value_of: Callable[[int], _Array | ValuePieces]) -> _StandIn:
+    def _stand_in(self, value_of: Callable[[int], ValuePieces]) -> _StandIn:
         parts: dict[tuple[int, str], list[int]] = {}
         for number, place in enumerate(self._slots):
             parts.setdefault((place.part, place.part_class), []).append(number)
@@ -244,7 +228,7 @@ class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
         self,
         name: str,
         slots: Sequence[int],
-        value_of: Callable[[int], _Array | ValuePieces] | None = None,
+        value_of: Callable[[int], ValuePieces] | None = None,
         receivers: Mapping[int, Any] | None = None,
         inner: Sequence[_StandIn] = (),
     ) -> None:

@@ -43,8 +43,8 @@ OF_WEIGHTS = (
 )
 OF_METRICS = (
     "Metric variable '{path}' is updated on another rank, and its value on this one is out of "
-    "date. Take results from the `logs` that callbacks get and steps by hand return, the same on "
-    "every rank; when an epoch or an evaluation has ended, every rank has the metrics, too."
+    "date. Take results from the `logs` that callbacks get and `train_on_batch` returns, the same "
+    "on every rank; when an epoch or an evaluation has ended, every rank has the metrics, too."
 )
 
 

@@ -209,13 +209,13 @@ def test_what_cannot_be_deferred_is_refused():
         assert name in text.lower()
 
 
-def test_a_weight_without_a_value_is_not_read():
+def test_a_weight_without_a_value_is_not_read(tmp_path):
     with deferred_init():
         model = dropout()
     with pytest.raises(StaleWeightError, match="deferred_init"):
         model.get_weights()
     with pytest.raises(StaleWeightError, match="deferred_init"):
-        model.save("never.keras")
+        model.save(tmp_path / "never.keras")
     assert model.count_params() == dropout().count_params()
     piped(model)
     assert len(model.get_weights()) == len(dropout().get_weights())

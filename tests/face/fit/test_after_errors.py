@@ -15,7 +15,6 @@ from keras import layers
 
 import tarantella_pp
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tarantella_pp.runtime.tracing import autotune
 from tests.helpers.training import distance, floats, integers
 
 pytestmark = pytest.mark.keras
@@ -172,29 +171,6 @@ def test_an_error_in_the_update_is_told(monkeypatch):
     with pytest.raises(BadAppleError) as error:
         train(model)
     assert TORN in error.value.__notes__[0]
-
-
-def test_a_search_for_a_schedule_that_fails_is_made_again(monkeypatch):
-    monkeypatch.setattr(autotune, "MEASURED", 1)
-    reference, model = Reference(), pipeline_of_all_kinds(schedule="zb-auto")
-    search, searched = autotune.Autotune._search, []
-
-    def fail_at_first(self, costs):
-        searched.append(costs)
-        if len(searched) == 1:
-            fail()
-        return search(self, costs)
-
-    monkeypatch.setattr(autotune.Autotune, "_search", fail_at_first)
-    for _ in range(3):
-        check(model, reference)
-    with pytest.raises(BadAppleError):
-        train(model)
-    assert int(model.optimizer.iterations) == 4
-    for _ in range(3):
-        check(model, reference)
-    assert len(searched) == 2
-    assert model.plan.schedule_text
 
 
 class FailsOnce(keras.callbacks.Callback):

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras import layers
+from keras import layers, ops
 
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.helpers.training import (
@@ -24,7 +24,6 @@ from tests.helpers.training import (
     floats,
     make,
     regression,
-    serial,
     sgd,
 )
 from tests.zoo.models import mlp
@@ -98,12 +97,10 @@ def endless_length():
 
 
 DATA = {
-    "tf.data": {"x": dataset},
     "tf.data of unknown length": {"x": endless_length, "validation_data": endless_length},
     "tf.data over epochs": {"x": lambda: dataset().repeat(), "steps_per_epoch": 2, "epochs": 3},
     "generator": {"x": generator, "steps_per_epoch": 3},
     "PyDataset": {"x": Batches, "validation_data": Batches},
-    "tensors": {"x": lambda: tf.constant(X), "y": lambda: tf.constant(Y), "batch_size": 5},
     "validation_data": {
         "x": X,
         "y": Y,
@@ -118,7 +115,6 @@ DATA = {
         "initial_epoch": 1,
     },
     "one row": {"x": X[:1], "y": Y[:1]},
-    "small batches": {"x": X, "y": Y, "batch_size": 2, "epochs": 1},
 }  # fmt: skip
 
 
@@ -187,152 +183,142 @@ def test_data_sets_are_shuffled_as_in_keras_in_all_epochs(name):
     assert distance(*both(train)) < ROUNDING
 
 
+def taught(model, **fit):
+    return model.fit(X, Y, **{"batch_size": 8, "shuffle": False, "verbose": 0, **fit}).history
+
+
+def single_batches(model):
+    return [
+        model.train_on_batch(X, Y, sample_weight=WEIGHTS),
+        model.train_on_batch(X[:3], Y[:3], return_dict=True),
+        model.test_on_batch(X, Y),
+        model.predict_on_batch(X[:1]),
+        taught(model),
+        model.get_weights(),
+    ]
+
+
+def class_weights(model):
+    return model.train_on_batch(X, LABELS, class_weight={0: 1.0, 1: 3.0, 2: 0.5})
+
+
+def between_trainings(model):
+    found = [model.predict(X, verbose=0), model.evaluate(X, Y, verbose=0), taught(model)]
+    found.append(taught(model))
+    model.compile(adamw(), "mae")
+    found.append(taught(model))
+    model.optimizer.learning_rate = 0.5
+    return [*found, taught(model), model.get_weights()]
+
+
+def frozen_and_thawed(model):
+    found = [taught(model)]
+    for trainable in (False, True):
+        for layer in model.layers[:3]:
+            layer.trainable = trainable
+        model.compile(adamw(), "mse")
+        found += [taught(model), model.get_weights()]
+    return found
+
+
+def changed_layers(model):
+    found = [taught(model)]
+    _, _, norm, drop, _ = model.layers
+    norm.trainable, drop.rate = False, 0.1
+    model.compile("sgd", "mse")
+    return [*found, taught(model), model.get_weights()]
+
+
+def normalized():
+    x = inputs = keras.Input((6,))
+    x = layers.BatchNormalization(scale=False, center=False)(layers.Dense(5)(x))
+    return keras.Model(inputs, layers.Dense(3)(layers.Dropout(0.5, seed=3)(x)))
+
+
+def functions_forced(model):
+    class Thaw(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.layers[1].trainable = epoch > 0
+            self.model.make_train_function(force=True)
+
+    model.optimizer.build(model.trainable_variables)
+    return taught(model, epochs=2, callbacks=[Thaw()]), model.get_weights()
+
+
+def steps_by_hand(model):
+    data = (tf.constant(X), tf.constant(Y))
+    logs = [model.train_step(data), model.train_step(data), model.test_step(data)]
+    found = [{name: float(value) for name, value in log.items()} for log in logs]
+    outputs = np.array(model.predict_step(data[:1]))
+    return found, outputs, model.get_weights()
+
+
+def losses_by_hand(model):
+    outputs = model(X)
+    loss = model.compute_loss(X, tf.constant(Y), outputs)
+    logs = model.compute_metrics(X, tf.constant(Y), outputs)
+    return float(loss), {name: float(value) for name, value in logs.items()}
+
+
+def without_an_optimizer(model):
+    model.compile(optimizer=None, loss="mse", metrics=["mae"])
+    return model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0)
+
+
+def nothing_trained(model):
+    found = [model.predict(X, verbose=0), model.evaluate(X, Y, verbose=0), taught(model)]
+    assert int(model.optimizer.iterations) == 0
+    return [*found, model.get_weights()]
+
+
+def without_weights():
+    x = inputs = keras.Input((6,))
+    x = layers.Rescaling(2.0)(layers.Dropout(0.5, seed=3)(x))
+    return keras.Model(inputs, layers.Activation("tanh")(x)[:, :3])
+
+
+def frozen():
+    model = mlp()
+    model.trainable = False
+    model.layers[-1].trainable = True  # Keras trains nothing of a model frozen as a whole
+    return model
+
+
+def other_shapes(model):
+    """Those that were not declared, although the layers would take them."""
+    with pytest.raises(ValueError, match=r"expected shape=\(None, 6\), found shape=\(\w+, 5\)"):
+        model.fit(X[:, :5], Y, verbose=0)
+    return taught(model)
+
+
+def mean_of_all():
+    inputs = keras.Input((6,))
+    return keras.Model(inputs, layers.Dense(3)(ops.mean(inputs, axis=1, keepdims=True)))
+
+
+def without_a_loss(model):
+    for call in (model.fit, model.evaluate, model.train_on_batch):
+        with pytest.raises(ValueError, match="No loss to compute"):
+            call(X, Y)
+    model.compile("sgd", "mse")
+    return taught(model)
+
+
+def added_losses(model):
+    return taught(model), model.evaluate(X, Y, verbose=0), model.get_weights()
+
+
+def regularized():
+    inputs = keras.Input((6,))
+    x = layers.Dense(4, activity_regularizer="l2", kernel_regularizer="l2")(inputs)
+    return keras.Model(inputs, layers.Dense(3)(x))
+
+
 def dictionaries():
     inputs = {"b": keras.Input((5,), name="b"), "a": keras.Input((4,), name="a")}
     x = layers.Concatenate()([layers.Dense(3)(inputs["a"]), layers.Dense(3)(inputs["b"])])
     outputs = {"second": layers.Dense(2, name="second")(x), "first": layers.Dense(3)(x)}
     return keras.Model(inputs, outputs)
-
-
-@pytest.mark.slow
-def test_dictionaries():
-    compiled = regression(lambda: {"first": "mse", "second": "mae"}, metrics={"second": ["mse"]})
-    x = {"a": floats(4), "b": floats(5)}
-    y = {"first": floats(3), "second": floats(2)}
-    case = Case(dictionaries, x, y, compiled)
-
-    def use(model):
-        told = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
-        return told, model.evaluate(x, y, verbose=0), model.predict(x, verbose=0)
-
-    first, second = both(use, case)
-    assert distance(first, second) < ROUNDING
-    assert set(second[2]) == {"first", "second"}
-
-
-@pytest.mark.slow
-def test_several_steps_per_execution():
-    """Keras reports the last batches' logs of each execution; numbers of the epoch are the same."""
-    compiled = regression(optimizer=sgd, metrics=["mae"], steps_per_execution=2)
-
-    def use(model):
-        count = Count()
-        told = model.fit(X, Y, batch_size=4, shuffle=False, verbose=0, callbacks=[count]).history
-        predicted = model.predict(X, batch_size=4, verbose=0)
-        return told, count.batches, model.evaluate(X, Y, batch_size=4, verbose=0), predicted
-
-    plain = Case(mlp, X, Y, compiled)
-    keras.utils.set_random_seed(1)
-    model = mlp()
-    model.compile(**compiled())
-    assert distance(use(model), use(make(plain, num_stages=2, num_micro_batches=2))) < ROUNDING
-
-
-class Count(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.batches = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.batches.append([batch, logs["loss"]])
-
-
-def test_single_batches():
-    def use(model):
-        return [
-            model.train_on_batch(X, Y, sample_weight=WEIGHTS),
-            model.train_on_batch(X[:3], Y[:3], return_dict=True),
-            model.test_on_batch(X, Y),
-            model.predict_on_batch(X[:1]),
-            model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history,
-            model.get_weights(),
-        ]
-
-    assert distance(*both(use)) < ROUNDING
-
-
-@pytest.mark.slow
-def test_class_weights_of_single_batches():
-    case = Case(mlp, X, LABELS, lambda: {"optimizer": adamw(), "loss": logits()})
-
-    def use(model):
-        return model.train_on_batch(X, LABELS, class_weight={0: 1.0, 1: 3.0, 2: 0.5})
-
-    assert distance(*both(use, case)) < ROUNDING
-
-
-def logits():
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-@pytest.mark.slow
-def test_before_and_between_trainings():
-    def use(model):
-        told = [model.predict(X, verbose=0), model.evaluate(X, Y, verbose=0)]
-        told.append(model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history)
-        told.append(model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history)
-        model.compile(adamw(), "mae")
-        told.append(model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history)
-        model.optimizer.learning_rate = 0.5
-        told.append(model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history)
-        return [*told, model.get_weights()]
-
-    assert distance(*both(use)) < ROUNDING
-
-
-def test_prediction_without_compilation():
-    keras.utils.set_random_seed(1)
-    model = mlp()
-    found = PipelineModel(model, num_stages=4).predict(X, batch_size=8, verbose=0)
-    assert distance(model.predict(X, batch_size=8, verbose=0), found) < ROUNDING
-
-
-@pytest.mark.slow
-def test_layers_frozen_and_thawed_between_trainings():
-    def use(model):
-        told = []
-        for trainable in (False, True):
-            for layer in model.layers[:3]:
-                layer.trainable = trainable
-            model.compile(adamw(), "mse")
-            told.append(model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history)
-            told.append(model.get_weights())
-        return told
-
-    assert distance(*both(use, num_stages=3)) < ROUNDING
-
-
-@pytest.mark.slow
-def test_a_model_that_is_wrapped_frozen_trains_once_thawed():
-    def use(model):
-        told = model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history
-        for layer in model.layers:
-            layer.trainable = True
-        model.compile(sgd(), "mse")
-        return told, model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history
-
-    case = Case(CASES["frozen"].build, X, Y, regression())
-    assert distance(*both(use, case, num_stages=4)) < ROUNDING
-
-
-@pytest.mark.slow
-def test_two_pipelines_take_turns():
-    models = [
-        make(CASES[name], num_stages=stages, num_micro_batches=3)
-        for name, stages in (("mlp", 2), ("long_skip", 3))
-    ]
-    found = [{}, {}]
-    for epoch in range(2):
-        for model, name, history in zip(models, ("mlp", "long_skip"), found, strict=True):
-            case = CASES[name]
-            told = model.fit(
-                case.x, case.y, batch_size=8, initial_epoch=epoch, epochs=epoch + 1,
-                shuffle=False, verbose=0, **case.fit,
-            ).history  # fmt: skip
-            for key, values in told.items():
-                history.setdefault(key, []).extend(values)
-    for name, history in zip(("mlp", "long_skip"), found, strict=True):
-        assert distance(serial(name).history, history) < ROUNDING
 
 
 def lengths():
@@ -355,17 +341,105 @@ def any_length():
     return keras.Model(ids, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
 
 
-@pytest.mark.slow
-def test_sequences_of_any_length_and_losses_in_training_only():
+def sequences(model):
+    """Of any length, and with losses in training only."""
     signature = (tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, 2], tf.float64))
 
     def data():
         return tf.data.Dataset.from_generator(lengths, output_signature=signature)
 
-    def use(model):
-        told = [model.fit(data(), epochs=2, verbose=0).history, model.evaluate(data(), verbose=0)]
-        told.append(model.fit(data(), verbose=0).history)
-        return [*told, model.predict(data(), verbose=0), model.get_weights()]
+    found = [model.fit(data(), epochs=2, verbose=0).history, model.evaluate(data(), verbose=0)]
+    found.append(model.fit(data(), verbose=0).history)
+    return [*found, model.predict(data(), verbose=0), model.get_weights()]
 
-    first, second = both(use, Case(any_length, None, None, regression()), num_stages=3)
-    assert distance(first, second) < ROUNDING
+
+DICTIONARIES = {
+    "x": {"a": floats(4), "b": floats(5)},
+    "y": {"first": floats(3), "second": floats(2)},
+}
+
+
+def in_dictionaries(model):
+    data = DICTIONARIES
+    told = model.fit(**data, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    return told, model.evaluate(**data, verbose=0), model.predict(data["x"], verbose=0)
+
+
+class Count(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches.append([batch, logs["loss"]])
+
+
+def several_steps(model):
+    """Keras reports the last batches' logs of each execution; those of the epoch are the same."""
+    count = Count()
+    told = taught(model, batch_size=4, callbacks=[count])
+    predicted = model.predict(X, batch_size=4, verbose=0)
+    return told, count.batches, model.evaluate(X, Y, batch_size=4, verbose=0), predicted
+
+
+def case(build=mlp, loss="mse", **more):
+    return Case(build, X, Y, regression(loss, sgd, **more))
+
+
+def logits():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+BY_NAME = Case(
+    dictionaries, **DICTIONARIES,
+    compiled=regression(lambda: {"first": "mse", "second": "mae"}, metrics={"second": ["mse"]}),
+)  # fmt: skip
+USES = [
+    (single_batches, MLP, {}),
+    (steps_by_hand, MLP, {}),
+    (losses_by_hand, MLP, {}),
+    (without_an_optimizer, MLP, {}),
+    (without_a_loss, Case(mlp, X, Y, lambda: {"optimizer": sgd()}), {}),
+    (nothing_trained, case(without_weights), {"num_micro_batches": 1}),
+    (changed_layers, case(normalized), {"num_micro_batches": 1}),
+    (other_shapes, case(mean_of_all), {}),
+    (added_losses, Case(regularized, X, Y, lambda: {"optimizer": sgd()}), {}),
+]
+SLOW = [
+    (between_trainings, MLP, {}),
+    (functions_forced, MLP, {}),
+    (nothing_trained, case(frozen), {}),
+    (frozen_and_thawed, MLP, {"num_stages": 3}),
+    (frozen_and_thawed, Case(CASES["frozen"].build, X, Y, regression()), {"num_stages": 4}),
+    (class_weights, case(loss=logits), {}),
+    (several_steps, Case(mlp, X, [Y], regression(optimizer=sgd, steps_per_execution=2)), {}),
+    (in_dictionaries, BY_NAME, {}),
+    (sequences, Case(any_length, None, None, regression()), {"num_stages": 3}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
+@pytest.mark.parametrize(
+    ("use", "case", "options"),
+    [*USES, *(pytest.param(*slow, marks=pytest.mark.slow) for slow in SLOW)],
+)
+def test_what_users_do_gives_the_numbers_of_keras(use, case, options):
+    plain, ours = both(use, case, **options)
+    assert distance(plain, ours) < ROUNDING
+
+
+def test_prediction_without_compilation():
+    keras.utils.set_random_seed(1)
+    model = mlp()
+    found = PipelineModel(model, num_stages=4).predict(X, batch_size=8, verbose=0)
+    assert distance(model.predict(X, batch_size=8, verbose=0), found) < ROUNDING
+
+
+@pytest.mark.slow
+def test_two_pipelines_take_turns():
+    names, found = ("mlp", "long_skip"), {}
+    for options in ({}, {"num_stages": 3, "num_micro_batches": 3}):
+        models = [make(CASES[name], **options) for name in names]
+        logs = [model.train_on_batch(X, Y) for _ in range(3) for model in models]
+        found[len(options)] = logs, [model.get_weights() for model in models]
+    assert distance(*found.values()) < ROUNDING

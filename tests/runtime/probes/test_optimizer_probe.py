@@ -7,8 +7,7 @@ import pytest
 from keras import ops
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.models.model_validation import check_division
-from tarantella_pp.runtime.probes.optimizer_probe import treats_weights_apart
+from tarantella_pp.runtime.probes.optimizer_probe import check_division, treats_weights_apart
 
 pytestmark = pytest.mark.keras
 

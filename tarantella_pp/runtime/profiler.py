@@ -31,12 +31,12 @@ from tarantella_pp.runtime.stage.stage_boundary import (
 )
 from tarantella_pp.runtime.stage.stage_module import StageLayer
 
+# What calling a stage takes that does nothing.
 CALL_SECONDS = 1.5e-4
-"""What calling a stage takes that does nothing."""
+# Seconds forward and backward, and bytes kept.
 Measured = tuple[float, float, int | None]
-"""Seconds forward and backward, and bytes kept."""
+# Profiles of this process: by fingerprint, rows and threads.
 _KNOWN: dict[tuple[str, int, int], Profile] = {}
-"""Profiles of this process: by fingerprint, rows and threads."""
 
 
 def profile(
@@ -84,8 +84,9 @@ def profile(
     if measured is None:
         sizes = sorted({max(1, rows // 4), rows})
         with _unchanged(extracted):
-            nodes = _measure(extracted, given, sizes, repeats, verbose)
-        measured = Profile(extracted.model.name, key[0], threads, tuple(sizes), nodes)
+            found = [_measure(extracted, [x[:n] for x in given], repeats, verbose) for n in sizes]
+        nodes = map(_profile_of, extracted.calls, zip(*found, strict=True))
+        measured = Profile(extracted.model.name, key[0], threads, tuple(sizes), tuple(nodes))
     if cache is not None:
         measured.save(cache)
     _KNOWN[key] = measured
@@ -133,37 +134,27 @@ def _unchanged(extracted: ExtractedModel) -> Iterator[None]:
 
 
 def _measure(
-    extracted: ExtractedModel,
-    given: Sequence[tf.Tensor],
-    sizes: Sequence[int],
-    repeats: int,
-    verbose: bool,
-) -> tuple[NodeProfile, ...]:
+    extracted: ExtractedModel, inputs: Sequence[tf.Tensor], repeats: int, verbose: bool
+) -> list[Measured]:
+    """Measures all operations, with the values that they get of these inputs."""
     graph = extracted.graph
     boundaries = stage_boundaries(graph, range(len(graph.nodes)), len(graph.nodes))
-    readers = {tensor: boundary.index for boundary in boundaries for tensor in boundary.inputs}
-    values: list[dict[BoundaryTensor, tf.Tensor]] = [
-        {BoundaryTensor(tensor): x[:size] for tensor, x in zip(graph.inputs, given, strict=True)}
-        for size in sizes
-    ]
-    known: dict[str, list[Measured]] = {}
-    nodes = []
+    last_reader = {tensor: boundary.index for boundary in boundaries for tensor in boundary.inputs}
+    values = dict(zip(map(BoundaryTensor, graph.inputs), inputs, strict=True))
+    known: dict[str, Measured] = {}
+    found = []
     bar = Console(stderr=True, quiet=not verbose)
     for boundary in track(boundaries, "Measuring operations", console=bar, transient=True):
         call = extracted.calls[boundary.index]
-        inputs = [[of_size[tensor] for tensor in boundary.inputs] for of_size in values]
-        key = _likeness(call, boundary, inputs[-1])
+        received = [values[tensor] for tensor in boundary.inputs]
+        key = _likeness(call, boundary, received)
         if key not in known:
-            known[key] = [_seconds(Stage(boundary, [call]), of_size, repeats) for of_size in inputs]
-        nodes.append(_profile_of(call.name, known[key]))
-        for of_size, received in zip(values, inputs, strict=True):
-            outputs, _ = StageLayer([call], boundary).call(received, training=True)
-            of_size.update(zip(boundary.outputs, outputs, strict=True))
-            for tensor in [
-                tensor for tensor in of_size if readers.get(tensor, -1) <= boundary.index
-            ]:
-                del of_size[tensor]
-    return tuple(nodes)
+            known[key] = _seconds(Stage(boundary, [call]), received, repeats)
+        found.append(known[key])
+        outputs, _ = StageLayer([call], boundary).call(received, training=True)
+        values.update(zip(boundary.outputs, outputs, strict=True))
+        values = {t: x for t, x in values.items() if last_reader.get(t, -1) > boundary.index}
+    return found
 
 
 def _likeness(call: Call, boundary: StageBoundary, inputs: Sequence[tf.Tensor]) -> str:
@@ -179,13 +170,9 @@ def _likeness(call: Call, boundary: StageBoundary, inputs: Sequence[tf.Tensor]) 
         (call.arguments.args, call.arguments.kwargs),
     )
     shapes = [(str(x.shape), x.dtype.name) for x in inputs]
-    flows = (
-        len(boundary.input_gradients),
-        len(boundary.outputs_with_gradient),
-        len(boundary.outputs),
-    )
+    sides = (boundary.input_gradients, boundary.outputs_with_gradient, boundary.outputs)
     trained = [v.trainable for v in call.variables]
-    return f"{text} {arguments} {shapes} {flows} {trained}"
+    return f"{text} {arguments} {shapes} {[*map(len, sides)]} {trained}"
 
 
 def _seconds(stage: Stage, inputs: Sequence[tf.Tensor], repeats: int) -> Measured:
@@ -218,7 +205,6 @@ def _without_call(times: Sequence[float]) -> float:
     return max(0.0, statistics.median(times[1:]) - CALL_SECONDS) if times[1:] else 0.0
 
 
-def _profile_of(name: str, measured: Sequence[Measured]) -> NodeProfile:
+def _profile_of(call: Call, measured: Sequence[Measured]) -> NodeProfile:
     forward, backward, kept = zip(*measured, strict=True)
-    known = None if None in kept else kept
-    return NodeProfile(name, forward, backward, known)
+    return NodeProfile(call.name, forward, backward, None if None in kept else kept)

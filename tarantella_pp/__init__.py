@@ -53,7 +53,7 @@ _PUBLIC = {
     "models.deferred_init": ("deferred_init",),
     "models.make_plan": ("make_plan",),
     "models.pipeline_model": ("PipelineModel",),
-    "models.profiler": ("profile",),
+    "runtime.profiler": ("profile",),
     "models.ranks": (
         "barrier", "get_master_rank", "get_rank", "get_size", "init", "is_master_rank",
     ),

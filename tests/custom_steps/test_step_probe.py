@@ -229,4 +229,4 @@ def distributed():
 )
 def test_what_is_refused(build, optimizer, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        kinds(build(), optimizer())
+        kinds(build(), optimizer(), rows=9)

@@ -20,10 +20,9 @@ from rich.table import Table
 
 from benchmarks.runtime.stubs import Seconds, StubPipeline, StubSums
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tarantella_pp.runtime.tracing.machine import clock_offset
-from tarantella_pp.runtime.tracing.recorder import RecordedStep, Recorder, gather_steps
-from tarantella_pp.runtime.weights.process_groups import ProcessGroups
-from tarantella_pp.schedule.actions import Reduce
+from tarantella_pp.runtime.comm.machine import clock_offset
+from tarantella_pp.runtime.comm.process_groups import ProcessGroups
+from tarantella_pp.runtime.recorder import RecordedStep, Recorder, gather_steps
 from tarantella_pp.simulation import Costs, simulate
 
 HEADS = (
@@ -68,8 +67,7 @@ def measure(
     computed = statistics.median(one.timeline.pipeline_seconds for one in recorded)
     parts = (each.forward, each.input_gradient, each.weight_gradient)
     costs = Costs.uniform(stages, *parts)
-    reductions = {Reduce(stage, 0): alone for stage in range(stages)}
-    ideal = simulate(pipeline.schedule, Costs(costs.stages, reductions=reductions))
+    ideal = simulate(pipeline.schedule, costs).with_reductions([[alone]] * stages)
     bubble = 1 - micro_batches * each.total / computed
     exposed = step - computed
     return [

@@ -22,6 +22,7 @@ from tarantella_pp.partition.graph.layer_graph import (
 )
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.executor import Executor
+from tarantella_pp.runtime.recorder import REDUCTIONS, Recorder
 from tarantella_pp.runtime.stage.stage_boundary import (
     BoundaryTensor,
     StageBoundary,
@@ -29,7 +30,6 @@ from tarantella_pp.runtime.stage.stage_boundary import (
     stage_edges,
 )
 from tarantella_pp.runtime.stage_messages import Conversion, StageMessages
-from tarantella_pp.runtime.tracing.recorder import REDUCTIONS, Recorder
 from tarantella_pp.schedule import SEARCHED, Schedule, lower, make_schedule, validate
 from tarantella_pp.simulation import Costs, search_schedule
 

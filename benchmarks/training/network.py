@@ -55,8 +55,8 @@ from benchmarks.training.against_fit import BatchSeconds
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
-from tarantella_pp.runtime.tracing.autotune import MEASURED, WARM_UP
-from tarantella_pp.runtime.tracing.recorder import (
+from tarantella_pp.runtime.autotune import MEASURED, WARM_UP
+from tarantella_pp.runtime.recorder import (
     RecordedStep,
     alike,
     measured_costs,

@@ -39,10 +39,10 @@ from rich.table import Table
 
 import tarantella_pp as tnt
 from tarantella_pp.models import pipeline_model
+from tarantella_pp.runtime.autotune import MEASURED, WARM_UP
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tarantella_pp.runtime.tracing.autotune import MEASURED, WARM_UP
-from tarantella_pp.runtime.tracing.machine import clock_offset
-from tarantella_pp.runtime.tracing.recorder import (
+from tarantella_pp.runtime.comm.machine import clock_offset
+from tarantella_pp.runtime.recorder import (
     Recorder,
     gather_steps,
     measured_costs,

@@ -18,7 +18,8 @@ from tarantella_pp.errors import ConfigurationError
 if TYPE_CHECKING:
     from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
     from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint
-    from tarantella_pp.simulation.pipelines import Nodes, PipelineStep
+    from tarantella_pp.simulation.pipelines import Nodes
+    from tarantella_pp.simulation.simulator import StepTimeline
 
 
 DESCRIPTION = """\
@@ -103,11 +104,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     write_table(*_summary(simulation, step, point, balance), _rank_table(step))
     if arguments.timeline:
-        timeline = simulation.replicated(step, replicas).timeline
+        timeline = simulation.replicated(step, replicas)
         columns = shutil.get_terminal_size((100, 24)).columns
         write_table(
             "The pipeline is too large to be played, so there is no timeline."
-            if timeline is None
+            if not timeline.events
             else timeline.to_text(max(40, columns - 12))
         )
     write_table("Scaling, with the same work for each replica:", _curve_table(curve))
@@ -163,7 +164,7 @@ def _replicas(arguments: argparse.Namespace, num_ranks: int, planned: int) -> in
 
 
 def _summary(
-    simulation: PlanSimulation, step: PipelineStep, point: ScalePoint, balance: float
+    simulation: PlanSimulation, step: StepTimeline, point: ScalePoint, balance: float
 ) -> list[Any]:
     """Makes the lines at the top."""
     from rich.text import Text
@@ -194,7 +195,7 @@ def _summary(
     ]
 
 
-def _rank_table(step: PipelineStep) -> Any:
+def _rank_table(step: StepTimeline) -> Any:
     """The ranks of one pipeline."""
     from tarantella_pp.partition.graph.units import format_bytes, format_seconds, percent
     from tarantella_pp.simulation.simulator import idle_fraction
@@ -226,7 +227,7 @@ def _curve_table(curve: list[ScalePoint]) -> Any:
 
 
 def _as_dict(
-    simulation: PlanSimulation, step: PipelineStep, point: ScalePoint, curve: list[ScalePoint]
+    simulation: PlanSimulation, step: StepTimeline, point: ScalePoint, curve: list[ScalePoint]
 ) -> dict[str, Any]:
     plan = simulation.plan
     ranks = zip(step.busy_seconds, step.peak_bytes, strict=True)
@@ -248,7 +249,7 @@ def _as_dict(
     }
 
 
-def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
+def _assumptions(simulation: PlanSimulation, step: StepTimeline) -> list[str]:
     """Says what the figures rest on."""
     plan, machine, nodes = simulation.plan, simulation.machine, simulation.nodes
     measured = [i for i, stage in enumerate(plan.stages) if stage.forward_seconds is not None]
@@ -276,7 +277,7 @@ def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
         lines.append(f"stages {_list(plan.recompute)} repeat their forward pass.")
     if plan.except_last:
         lines.append(f"stages {_list(plan.except_last)} keep all of the last micro-batch instead.")
-    if step.timeline is None:
+    if not step.events:
         lines.append("the pipeline is too large to be played: closed forms for its slowest rank.")
     return lines
 

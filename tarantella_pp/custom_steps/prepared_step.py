@@ -15,18 +15,18 @@ from tarantella_pp.custom_steps.step_probe import StepKinds
 from tarantella_pp.custom_steps.step_trace import StepTrace, Update
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.comm.process_groups import ReplicaExchange
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.probes.parts import MEAN, SAME, SUM
+from tarantella_pp.runtime.stage.batch_statistics import BatchStatistics
 from tarantella_pp.runtime.stage.graph_functions import (
     CompiledFunction,
     SubgraphExtractor,
     frontier,
 )
 from tarantella_pp.runtime.stage.graph_split import has_effect
-from tarantella_pp.runtime.weights.forward_state import BatchStatistics
 from tarantella_pp.runtime.weights.gradient_reduction import Gradient
-from tarantella_pp.runtime.weights.process_groups import ReplicaExchange
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class PreparedStep:
     ) -> None:
         self._trace = trace
         self._kinds = kinds
-        self._ranks = ranks
+        self._replicas = ReplicaExchange(ranks)
         self._statistics = statistics
         self._program = StepProgram(trace)
         self._exchanges = [
@@ -202,7 +202,8 @@ class PreparedStep:
         """Runs a training or a test step; all replicas must call it."""
         found, share = self._on_own(batch)
         values: list[Any] = list(self._values.finish(found, share))
-        self._statistics.merge(self._ranks, [each.count for each in batch.shares])
+        everywhere = self._replicas.values_of_all(self._statistics.variables)
+        self._statistics.merge(everywhere, [each.count for each in batch.shares])
         self._statistics.finish()
         for i, value in zip(self._trace.of_variables, self._read(), strict=True):
             values[i] = value.numpy()
@@ -214,7 +215,7 @@ class PreparedStep:
         found, share = self._on_own(batch)
         self._values.finish(found, share)
         rows = [each.counted_rows for each in batch.shares]
-        return self._trace.results_with(ReplicaExchange(self._ranks).joined(found, rows))
+        return self._trace.results_with(self._replicas.joined(found, rows))
 
     def clear(self) -> None:
         """Forgets a step that does not end."""

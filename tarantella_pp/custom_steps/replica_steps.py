@@ -16,11 +16,18 @@ from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.internals.training import moments_known
 from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.data.batch import ArrayRows, Batch, Need, describe, rebuild
+from tarantella_pp.runtime.data.batch import (
+    ArrayRows,
+    Batch,
+    BatchShare,
+    Need,
+    batch_shares,
+    describe,
+    rebuild,
+)
 from tarantella_pp.runtime.data.data_feed import DataFeed, dense
-from tarantella_pp.runtime.tracing.recorder import Recorder
-from tarantella_pp.runtime.weights.forward_state import BatchStatistics
-from tarantella_pp.runtime.weights.process_groups import BatchShare, batch_shares
+from tarantella_pp.runtime.recorder import Recorder
+from tarantella_pp.runtime.stage.batch_statistics import BatchStatistics
 from tarantella_pp.runtime.weights.shared_weights import broadcast_variable, check_replicas
 
 

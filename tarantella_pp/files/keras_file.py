@@ -32,7 +32,7 @@ from tarantella_pp.internals.model_files import (
     save_state,
 )
 from tarantella_pp.runtime.weights.remote_variables import let_go, only_own_assigned, rows_of
-from tarantella_pp.runtime.weights.value_stream import array_of, give_back
+from tarantella_pp.runtime.weights.value_stream import give_back, tensor_of
 
 _MIB = 2**20
 # As Keras refuses them: members that are small on the disk, and fill it when they are unpacked.
@@ -212,7 +212,7 @@ def _read(
     skipped = layers_of_others(plain, needed)
     give_back()
     with only_own_assigned():
-        failed = load_state(plain, weights, assets, skipped, array_of, skip_mismatch)
+        failed = load_state(plain, weights, assets, skipped, tensor_of, skip_mismatch)
     give_back()
     # What a layer makes of its weights is not needed where it does not run.
     failed = [(layer, why) for layer, why in failed if not isinstance(why, StaleWeightError)]

@@ -31,7 +31,7 @@ PIECE_BYTES = 2**23
 # What a large value is written from, row by row, as from an array; `None` for any other.
 RowsOf = Callable[[Any], Any]
 # What reads a value of an HDF5 file; `None` for one that is read as Keras does.
-ArrayOf = Callable[[Any], "np.ndarray[Any, Any] | None"]
+TensorOf = Callable[[Any], Any]
 
 
 def row_ranges(shape: Sequence[int], dtype: Any) -> Iterator[tuple[int, int]]:
@@ -69,14 +69,14 @@ class _WrittenFile(saving_lib.H5IOStore):  # type: ignore[misc]
 class _ReadFile(saving_lib.H5IOStore):  # type: ignore[misc]
     """A file of Keras whose large values are read with no copies."""
 
-    def __init__(self, file: BinaryIO, array_of: ArrayOf) -> None:
+    def __init__(self, file: BinaryIO, tensor_of: TensorOf) -> None:
         opened = SimpleNamespace(open=lambda name, mode: file)  # a zip file with one member
         super().__init__(WEIGHTS, archive=opened, mode="r")
-        self._array_of = array_of
+        self._tensor_of = tensor_of
 
     def __getitem__(self, key: str) -> Any:
         dataset = saving_lib.safe_get_h5_dataset(self._h5_entry_group, key)
-        found = None if "dtype" in dataset.attrs else self._array_of(dataset)
+        found = None if "dtype" in dataset.attrs else self._tensor_of(dataset)
         return super().__getitem__(key) if found is None else found
 
 
@@ -128,7 +128,7 @@ def load_state(
     weights: BinaryIO | Path,
     assets: Path | None,
     skipped: Iterable[Any],
-    array_of: ArrayOf,
+    tensor_of: TensorOf,
     skip_mismatch: bool = False,
 ) -> list[tuple[Any, Exception]]:
     """Has a model and its optimizer take over the state in a file, as Keras does."""
@@ -136,7 +136,7 @@ def load_state(
     if isinstance(weights, Path):
         store = saving_lib.ShardedH5IOStore(weights, mode="r")
     else:
-        store = _ReadFile(weights, array_of)
+        store = _ReadFile(weights, tensor_of)
     try:
         with warnings.catch_warnings():
             # A Functional model keeps its layers in other lists, too, which files do not mention.

@@ -7,6 +7,7 @@ version of Keras has changed.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -235,9 +236,22 @@ def given_values_kept() -> Iterator[None]:
         maker.__init__ = make
 
 
+_traced = contextvars.ContextVar("_traced", default=False)
+
+
+@contextlib.contextmanager
+def only_traced() -> Iterator[None]:
+    """Says that what is traced inside is looked at and never run."""
+    before = _traced.set(True)
+    try:
+        yield
+    finally:
+        _traced.reset(before)
+
+
 def needs_only_shapes() -> bool:
-    """Whether Keras runs a layer just now to learn the shapes of what it returns."""
-    return bool(in_symbolic_scope())
+    """Whether a layer runs just now to learn the shapes of what it returns."""
+    return _traced.get() or bool(in_symbolic_scope())
 
 
 def pickled(file: io.BytesIO) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.with_batch import sent_as
 from tarantella_pp.runtime.comm.collective import on_one_rank
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.tracing.machine import magnitude, measure_link, memory_of_each_rank
+from tarantella_pp.runtime.comm.machine import magnitude, measure_link, memory_of_each_rank
 from tarantella_pp.schedule import read_schedule
 
 

@@ -27,9 +27,9 @@ from tarantella_pp.partition.options import PlanOptions, Recompute
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.collective import collective, compiled_facts
 from tarantella_pp.runtime.comm.communicator import world
+from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.weights.optimizer_state import OptimizerState
-from tarantella_pp.runtime.weights.process_groups import ProcessGroups
 from tarantella_pp.schedule import Schedule, read_schedule
 
 

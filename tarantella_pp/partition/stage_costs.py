@@ -14,7 +14,6 @@ import numpy.typing as npt
 from tarantella_pp.partition.graph.ideals import crossings
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Tensor, Weight
 from tarantella_pp.partition.graph.units import sample_shape
-from tarantella_pp.partition.optimizer_slots import shard_owners
 from tarantella_pp.partition.peak_memory import (
     OutputBytes,
     Users,
@@ -25,6 +24,7 @@ from tarantella_pp.partition.peak_memory import (
     tie_bytes,
     update_bytes,
 )
+from tarantella_pp.partition.plan.gradient_buckets import weight_replicas
 from tarantella_pp.partition.plan.hardware_spec import (
     BOTH_GRADIENTS,
     HardwareSpec,
@@ -211,7 +211,8 @@ class StageCostModel:
             return [list(weights)]
         shares: list[list[Weight]] = [[] for _ in range(self.config.shards)]
         sizes = [math.prod(weight.shape) for weight in weights]
-        for weight, owner in zip(weights, shard_owners(sizes, len(shares)), strict=True):
+        owners = weight_replicas(sizes, [0] * len(sizes), len(shares))
+        for weight, owner in zip(weights, owners, strict=True):
             shares[owner].append(weight)
         return shares
 

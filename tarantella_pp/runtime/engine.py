@@ -10,24 +10,24 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tarantella_pp.internals.state import only_traced
 from tarantella_pp.internals.training import compiled_loss, compiled_metrics, standardize_inputs
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import with_findings
 from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.comm.collective import on_all_ranks
+from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.compilation import Compilation
-from tarantella_pp.runtime.data.batch import Batch, needs_of_ranks
+from tarantella_pp.runtime.data.batch import Batch, BatchShare, batch_shares, needs_of_ranks
 from tarantella_pp.runtime.data.data_feed import DataFeed
 from tarantella_pp.runtime.probes.optimizer_probe import check_division
 from tarantella_pp.runtime.rank_stages import RankStages
+from tarantella_pp.runtime.recorder import LOGS, REDUCTIONS, TIES, UPDATE, Recorder
 from tarantella_pp.runtime.shared_logs import SharedLogs
 from tarantella_pp.runtime.stage.model_outputs import pack_outputs
 from tarantella_pp.runtime.step_schedules import MemoryCheck, StepSchedules
-from tarantella_pp.runtime.tracing.recorder import LOGS, REDUCTIONS, TIES, UPDATE, Recorder
-from tarantella_pp.runtime.weights.process_groups import BatchShare, ProcessGroups, batch_shares
 from tarantella_pp.runtime.weights.rank_weights import RankWeights
-from tarantella_pp.runtime.weights.remote_variables import only_traced
 
 
 class Engine:
@@ -126,7 +126,7 @@ class Engine:
             with recorder.span(LOGS):
                 self.logs = self.shared_logs.share("train", step)
             with self._exchange(TIES, self.weights.ties.exist):
-                self.weights.ties.refresh()
+                self.weights.ties.copies.refresh()
         self.schedules.learn(recorder.last)
         if self._check_every is not None and self.weights.clock.steps % self._check_every == 0:
             self.weights.compare_replicas()

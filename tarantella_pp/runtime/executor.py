@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from tarantella_pp.runtime.recorder import METRICS, Recorder, Span
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageBoundary
 from tarantella_pp.runtime.stage_messages import StageMessages
-from tarantella_pp.runtime.tracing.recorder import METRICS, Recorder, Span
 from tarantella_pp.schedule import (
     Compute,
     Direction,

@@ -96,7 +96,7 @@ class OptimizerStep:
     def progress(self) -> None:
         """Moves the sums over the replicas on; never waits."""
         if self._started:
-            self._reduction.progress()
+            self._reduction.communicator.progress()
 
     def finish_reductions(self) -> list[Gradient]:
         """Waits for the gradients that are being added up over the replicas."""
@@ -124,7 +124,7 @@ class OptimizerStep:
         for sums_of_stage in self._sums.values():
             sums_of_stage.reset()
         self._spread()  # updated shards, to the replicas that have the others
-        self._ties.publish()
+        self._ties.copies.publish()
 
     def clear(self, error: BaseException) -> None:
         """Forgets a step that an error ended; says so if weights have been updated in part."""
@@ -152,7 +152,7 @@ class OptimizerStep:
         gradients: list[Gradient] = [None] * len(weights)
         if counts:  # a replica without samples has run one nevertheless
             stages = {stage for w in weights for stage, _ in self._places.get(id(w), [])}
-            with self._reduction.computing():
+            with self._reduction.communicator.computing():
                 sums = self._collected(sorted(stages)), [arrived.get(id(w), []) for w in weights]
                 gradients = self._sums_of[key](sums)
         self._started.add(key)

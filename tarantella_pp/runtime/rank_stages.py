@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,9 +15,12 @@ from tarantella_pp.errors import TarantellaError, UnsupportedModelError
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.batch_step import BatchStep
+from tarantella_pp.runtime.comm.process_groups import ProcessGroups, ReplicaExchange
 from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.executor import Executor
+from tarantella_pp.runtime.forward_state import ForwardState
 from tarantella_pp.runtime.probes.stage_probe import Pieces, StageProbe
+from tarantella_pp.runtime.recorder import Recorder
 from tarantella_pp.runtime.stage.model_outputs import find_activations
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage.stage_boundary import (
@@ -26,9 +30,7 @@ from tarantella_pp.runtime.stage.stage_boundary import (
     stage_edges,
 )
 from tarantella_pp.runtime.stage_messages import StageMessages
-from tarantella_pp.runtime.tracing.recorder import Recorder
-from tarantella_pp.runtime.weights.forward_state import ForwardState
-from tarantella_pp.runtime.weights.process_groups import ProcessGroups, ReplicaExchange
+from tarantella_pp.runtime.weights.remote_variables import is_stale
 from tarantella_pp.schedule import Transfer
 
 
@@ -76,7 +78,9 @@ class RankStages(dict[int, Stage]):
         self.exchange = ReplicaExchange(groups.peers)
         self.probes = {
             i: StageProbe(
-                module, _weights_past(extracted, module.boundary.nodes), groups.num_replicas
+                module,
+                functools.partial(_weights_past, extracted, module.boundary.nodes),
+                groups.num_replicas,
             )
             for i, module in self.modules.items()
         }
@@ -109,13 +113,9 @@ class RankStages(dict[int, Stage]):
         """
         self.have_run = True
         self._arrived.clear()
-        self._measures = self._forward_state.must_measure(step.training)
-        before = self._forward_state.snapshot()
-        errors = (self._try(boundary, step) for boundary in self.boundaries)
-        error = next((error for error in errors if error is not None), None)
-        if self._measures:
-            self._forward_state.measured(before, step.training)
-            self._forward_state.restore(before)
+        with self._forward_state.measuring(step.training) as self._measures:
+            errors = (self._try(boundary, step) for boundary in self.boundaries)
+            error = next((error for error in errors if error is not None), None)
         error = self._of_all_replicas(error)
         if error is None:
             self._tried.add((step.training, len(step.batch.share.sizes) > 1))
@@ -230,10 +230,10 @@ class RankStages(dict[int, Stage]):
 
 
 def _weights_past(extracted: ExtractedModel, nodes: Sequence[int]) -> list[Any]:
-    """The weights that a stage has no layer of."""
+    """The weights that a stage has no layer of, and that can be read here."""
     own = {id(w) for node in nodes for w in _weights_of(extracted.calls[node].operation)}
     every = {id(w): w for call in extracted.calls for w in _weights_of(call.operation)}
-    return [weight for key, weight in every.items() if key not in own]
+    return [w for key, w in every.items() if key not in own and not is_stale(w)]
 
 
 def _weights_of(operation: Any) -> list[Any]:

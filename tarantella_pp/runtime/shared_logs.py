@@ -14,8 +14,8 @@ from tarantella_pp.internals.functional import layer_metrics
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
-from tarantella_pp.runtime.weights.process_groups import ProcessGroups
 from tarantella_pp.runtime.weights.remote_variables import OF_METRICS, StepCounter, make_remote
 from tarantella_pp.runtime.weights.shared_weights import broadcast_variable
 

@@ -26,8 +26,8 @@ from tarantella_pp.schedule.generators import SCHEDULE_NAMES as SCHEDULE_NAMES
 from tarantella_pp.schedule.generators import Backward as Backward
 from tarantella_pp.schedule.generators import make_schedule as make_schedule
 from tarantella_pp.schedule.lowering import lower as lower
+from tarantella_pp.schedule.lowering import reductions as reductions
 from tarantella_pp.schedule.lowering import validate as validate
-from tarantella_pp.schedule.replay import reductions as reductions
 from tarantella_pp.schedule.schedule import Schedule as Schedule
 from tarantella_pp.schedule.spec import BEFORE_SEARCH as BEFORE_SEARCH
 from tarantella_pp.schedule.spec import SEARCHED as SEARCHED

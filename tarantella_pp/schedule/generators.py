@@ -35,9 +35,7 @@ def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
         stage 0  F0 F1 F2 F3 .. .. .. BW0-- BW1-- BW2-- BW3--
         stage 1  .. F0 F1 F2 F3 BW0-- BW1-- BW2-- BW3-- .. ..
     """
-    return [Compute(stage, "F", i) for i in range(num_micro_batches)] + [
-        Compute(stage, "BW", i) for i in range(num_micro_batches)
-    ]
+    return _forward_and_back(stage, num_micro_batches, num_micro_batches)
 
 
 def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
@@ -276,23 +274,25 @@ def make_placement(
         raise ScheduleError(
             f"Expected {wanted}. Received: num_stages={num_stages}, num_ranks={num_ranks}"
         )
-    if v_shaped:
-        return tuple(min(stage, num_stages - 1 - stage) for stage in range(num_stages))
-    return tuple(stage % ranks for stage in range(num_stages))
+    return _folded(num_stages) if v_shaped else _round_robin(num_stages, ranks)
+
+
+def _round_robin(num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    return tuple(stage % num_ranks for stage in range(num_stages))
+
+
+def _folded(num_stages: int) -> tuple[int, ...]:
+    return tuple(min(stage, num_stages - 1 - stage) for stage in range(num_stages))
 
 
 def is_round_robin(placement: Sequence[int]) -> bool:
     """Returns whether stage s is on rank ``s % num_ranks``, as interleaving needs it."""
-    num_ranks = 1 + max(placement)
-    return all(rank == stage % num_ranks for stage, rank in enumerate(placement))
+    return tuple(placement) == _round_robin(len(placement), 1 + max(placement))
 
 
 def is_v_shaped(placement: Sequence[int]) -> bool:
     """Returns whether each rank r owns the stages r and ``num_stages - 1 - r``."""
-    last = len(placement) - 1
-    return bool(last % 2) and all(
-        rank == min(stage, last - stage) for stage, rank in enumerate(placement)
-    )
+    return len(placement) % 2 == 0 and tuple(placement) == _folded(len(placement))
 
 
 def check_counts(**counts: int | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from tarantella_pp.schedule.actions import Compute, Kind
@@ -98,11 +98,11 @@ class ListScheduler:
 
 
 class _InOrder(ListScheduler):
-    """Plays ranks that take from several queues what they prefer, each queue in its order."""
+    """Plays ranks that take from the orders of their stages what they prefer."""
 
     def __init__(
         self,
-        queues: Iterable[tuple[int, Iterable[Compute]]],
+        orders: Sequence[Sequence[Compute]],
         placement: Sequence[int],
         num_micro_batches: int,
         preference: Preference,
@@ -110,8 +110,8 @@ class _InOrder(ListScheduler):
         super().__init__(placement, num_micro_batches)
         self._preference = preference
         self._queues: list[list[list[Compute]]] = [[] for _ in range(1 + max(placement))]
-        for rank, actions in queues:
-            self._queues[rank].append(list(actions)[::-1])
+        for rank, order in zip(placement, orders, strict=True):
+            self._queues[rank].append(list(order)[::-1])
 
     def choose(self, rank: int, now: float) -> Compute | None:
         """Takes the preferred of the queues whose next computation has its inputs."""
@@ -136,19 +136,9 @@ def merge(
     """
     if len(set(placement)) == len(placement):
         return tuple(tuple(orders[placement.index(rank)]) for rank in range(len(placement)))
-    queues = list(zip(placement, orders, strict=True))
     # No single preference is best for all shapes; to play all four takes less than to find out
     # which.
     players = [
-        _InOrder(queues, placement, num_micro_batches, preference) for preference in _PREFERENCES
+        _InOrder(orders, placement, num_micro_batches, preference) for preference in _PREFERENCES
     ]
     return min(players, key=ListScheduler.play).orders()
-
-
-def by_time(
-    orders: Sequence[Iterable[Compute]], placement: Sequence[int], num_micro_batches: int
-) -> list[Compute]:
-    """Puts the computations of all ranks into one order: that in which they begin in unit time."""
-    player = _InOrder(enumerate(orders), placement, num_micro_batches, lambda _: ())
-    player.play()
-    return [turn.action for turn in sorted(player.turns, key=lambda turn: turn[:3])]

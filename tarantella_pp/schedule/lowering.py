@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from tarantella_pp.errors import ScheduleError
@@ -10,20 +12,76 @@ from tarantella_pp.schedule.actions import (
     Action,
     Compute,
     Direction,
+    Kind,
     Link,
-    Message,
     Operation,
     Reduce,
     Transfer,
 )
-from tarantella_pp.schedule.replay import (
-    Replay,
-    Routes,
-    StartingReductions,
-    check_links,
-    reductions,
-)
+from tarantella_pp.schedule.replay import Replay
 from tarantella_pp.schedule.schedule import Schedule
+
+_KINDS: tuple[Kind, ...] = ("F", "B", "W")
+
+
+def check_links(
+    num_stages: int, links: Iterable[Link] | None, gradient_links: Iterable[Link] | None
+) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
+    """Returns links and gradient links, checked, sorted and each once, with their defaults."""
+    if links is None:
+        links = [(stage, stage + 1) for stage in range(num_stages - 1)]
+    forward = tuple(sorted(set(links)))
+    for source, target in forward:
+        if not 0 <= source < target < num_stages:
+            raise ScheduleError(
+                f"Expected links from a stage to a later one, of stages 0 to {num_stages - 1}. "
+                f"Received: links with {source}>{target}"
+            )
+    backward = forward if gradient_links is None else tuple(sorted(set(gradient_links)))
+    for source, target in backward:
+        if (source, target) not in forward:
+            raise ScheduleError(
+                "Expected gradients to flow over links that carry activations. Received: "
+                f"gradient_links with {source}>{target}, links={forward}"
+            )
+    return forward, backward
+
+
+class Routes:
+    """The messages that a computation needs and makes, as pairs of sending and receiving stage."""
+
+    def __init__(self, links: Iterable[Link], gradient_links: Iterable[Link]) -> None:
+        self._needed: defaultdict[tuple[str, int], list[Link]] = defaultdict(list)
+        self._made: defaultdict[tuple[str, int], list[Link]] = defaultdict(list)
+        backward = [("B", target, source) for source, target in reversed(list(gradient_links))]
+        for kind, source, target in [*(("F", *link) for link in links), *backward]:
+            self._needed[kind, target].append((source, target))
+            self._made[kind, source].append((source, target))
+
+    def inputs(self, action: Compute) -> list[Link]:
+        """Returns the links whose messages `action` needs; W needs none."""
+        return self._needed[action.kind[0], action.stage]
+
+    def outputs(self, action: Compute) -> list[Link]:
+        """Returns the links whose messages `action` makes; W makes none."""
+        return self._made[action.kind[0], action.stage]
+
+
+def reductions(placement: Sequence[int], buckets: Sequence[int], rank: int) -> tuple[Reduce, ...]:
+    """Returns the reductions of a rank in the order in which every replica starts them.
+
+    The last stage comes first, for its gradients are there first. The order depends on nothing
+    else, so replicas agree whatever their numbers of micro-batches; one that has none of a small
+    batch runs these actions alone, with gradients of zero.
+    """
+    # The last stage is through its backward passes first.
+    counts = list(enumerate(buckets))[::-1]
+    return tuple(
+        Reduce(stage, bucket)
+        for stage, count in counts
+        if placement[stage] == rank
+        for bucket in range(count)
+    )
 
 
 def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None:
@@ -50,44 +108,71 @@ def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None
     if schedule.links is None:
         raise ScheduleError("Expected a schedule with messages; pass it to lower() first")
     forward, backward = check_links(schedule.num_stages, schedule.links, schedule.gradient_links)
-    check_computations(schedule)
+    _check_each_once(schedule, forward, backward)
     routes = Routes(forward, backward)
-    _check_messages(schedule, routes)
-    _check_reductions(schedule)
     for rank in range(schedule.num_ranks):
-        _check_causality(schedule, rank, routes)
+        _check_order(schedule, rank, routes)
     _check_deadlock(schedule)
-    if in_flight is not None:
-        _check_in_flight(schedule, in_flight)
+    if in_flight is None:
+        return
+    held = schedule.held()
+    if len(in_flight) != len(held) or any(map(operator.gt, held, in_flight)):
+        raise ScheduleError(
+            f"Expected stages to hold no more micro-batches than declared; they hold "
+            f"{', '.join(f'{count:g}' for count in held)}. Received: in_flight={in_flight}"
+        )
 
 
-def check_computations(schedule: Schedule) -> None:
-    """Checks the first law: each computation exactly once, on the rank of its stage."""
-    seen: set[tuple[int, str, int]] = set()
+def _check_each_once(
+    schedule: Schedule, links: Iterable[Link], gradient_links: Iterable[Link]
+) -> None:
+    """Checks laws 1 and 3: each computation and each end of a message once, on its own rank."""
+    owners = _owners(schedule, links, gradient_links)
+    seen: set[Compute | Transfer] = set()
     for rank, own in enumerate(schedule.actions):
         for position, action in enumerate(own):
-            if not isinstance(action, Compute):
-                continue
-            stage, kind, i = action
-            if not (stage < schedule.num_stages and i < schedule.num_micro_batches):
-                why = (
-                    f"the schedule has {schedule.num_stages} stages and "
-                    f"{schedule.num_micro_batches} micro-batches"
-                )
-                raise broken(rank, position, action, why)
-            if schedule.placement[stage] != rank:
-                why = f"stage {stage} belongs to rank {schedule.placement[stage]}"
-                raise broken(rank, position, action, why)
-            # BW is both of B and W.
-            for part in kind:
-                if (stage, part, i) in seen:
-                    raise broken(rank, position, action, f"{stage}{part}{i} is there already")
-                seen.add((stage, part, i))
-    for part in "FBW" if schedule.has_backward else "F":
-        for stage, rank in enumerate(schedule.placement):
-            for i in range(schedule.num_micro_batches):
-                if (stage, part, i) not in seen:
-                    raise ScheduleError(f"Rank {rank}: {stage}{part}{i} is missing")
+            for part in _parts(action):
+                if part not in owners:
+                    size = f"{schedule.num_stages} stages, {schedule.num_micro_batches}"
+                    why = f"there is no such action of {size} micro-batches and these links"
+                    raise broken(rank, position, action, why)
+                if owners[part] != rank:
+                    raise broken(rank, position, action, f"it belongs to rank {owners[part]}")
+                if part in seen:
+                    raise broken(rank, position, action, f"{part} is there already")
+                seen.add(part)
+    for part, rank in owners.items():
+        if part not in seen:
+            raise ScheduleError(f"Rank {rank}: {part} is missing")
+
+
+def _owners(
+    schedule: Schedule, links: Iterable[Link], gradient_links: Iterable[Link]
+) -> dict[Compute | Transfer, int]:
+    """Returns all that there should be, and on which rank; BW is both of B and W."""
+    where, micro_batches = schedule.placement, range(schedule.num_micro_batches)
+    kinds = _KINDS if schedule.has_backward else _KINDS[:1]
+    found: dict[Compute | Transfer, int] = {
+        Compute(stage, kind, i): rank
+        for stage, rank in enumerate(where)
+        for kind in kinds
+        for i in micro_batches
+    }
+    messages: list[tuple[int, int, Direction]] = [(*link, "F") for link in links]
+    messages += [(target, source, "B") for source, target in gradient_links if "B" in kinds]
+    for source, target, direction in messages:
+        for i in micro_batches if where[source] != where[target] else ():
+            found[Transfer(source, target, "S", direction, i)] = where[source]
+            found[Transfer(source, target, "R", direction, i)] = where[target]
+    return found
+
+
+def _parts(action: Action) -> list[Compute | Transfer]:
+    """Returns what an action does, BW taken apart; a reduction is none of it."""
+    if isinstance(action, Compute):
+        stage, both, i = action
+        return [Compute(stage, kind, i) for kind in _KINDS if kind in both]
+    return [action] if isinstance(action, Transfer) else []
 
 
 def broken(rank: int, position: int, action: Action, why: str) -> ScheduleError:
@@ -95,124 +180,57 @@ def broken(rank: int, position: int, action: Action, why: str) -> ScheduleError:
     return ScheduleError(f"Rank {rank}, position {position}, {action}: {why}")
 
 
-def _check_messages(schedule: Schedule, routes: Routes) -> None:
-    """Checks the third law: exactly one send and one receive for each message of each link."""
-    missing: set[Transfer] = set()
-    for computation in schedule.computations():
-        direction: Direction = "F" if computation.kind == "F" else "B"
-        for source, target in routes.outputs(computation):
-            if schedule.placement[source] != schedule.placement[target]:
-                i = computation.micro_batch
-                missing.add(Transfer(source, target, "S", direction, i))
-                missing.add(Transfer(source, target, "R", direction, i))
-    seen: set[Transfer] = set()
-    for rank, own in enumerate(schedule.actions):
-        for position, action in enumerate(own):
-            if not isinstance(action, Transfer):
-                continue
-            if action in seen:
-                raise broken(rank, position, action, "it is there already")
-            if action not in missing:
-                raise broken(rank, position, action, "there is no such message to transfer")
-            stage = action.source if action.operation == "S" else action.target
-            if schedule.placement[stage] != rank:
-                why = f"stage {stage} belongs to rank {schedule.placement[stage]}"
-                raise broken(rank, position, action, why)
-            seen.add(action)
-    if missing != seen:
-        first = min(missing - seen)
-        stage = first.source if first.operation == "S" else first.target
-        other = "receive" if first.operation == "S" else "send"
-        raise ScheduleError(
-            f"Rank {schedule.placement[stage]}: {first} is missing; its {other} would wait forever"
-        )
-
-
-def _check_reductions(schedule: Schedule) -> None:
-    """Checks the sixth law: the reductions of each rank, in order, none before its gradients."""
-    for rank, own in enumerate(schedule.actions):
-        order = reductions(schedule.placement, schedule.buckets, rank)
-        starting, ready = StartingReductions(order, own), set[Reduce]()
-        left = list(order)
-        for position, action in enumerate(own):
-            if isinstance(action, Compute):
-                ready.update(starting.after(action))
-            elif isinstance(action, Reduce):
-                if left[:1] != [action]:
-                    why = f"{left[0] if left else 'none'} is the next reduction of this rank"
-                    raise broken(rank, position, action, why)
-                if action not in ready:
-                    why = f"a weight gradient of stage {action.stage} comes after it"
-                    raise broken(rank, position, action, why)
-                left.pop(0)
-        if left:
-            raise ScheduleError(f"Rank {rank}: {left[0]} is missing; other replicas wait for it")
-
-
-def _check_causality(schedule: Schedule, rank: int, routes: Routes) -> None:
-    """Checks the second law on one rank: what an action depends on comes before it."""
-    done: set[tuple[int, str, int]] = set()
-    arrived: set[Message] = set()
+def _check_order(schedule: Schedule, rank: int, routes: Routes) -> None:
+    """Checks laws 2 and 6 on one rank: what an action depends on comes before it."""
+    done: set[Compute | Transfer] = set()
+    left = list(reductions(schedule.placement, schedule.buckets, rank))
     for position, action in enumerate(schedule.actions[rank]):
         if isinstance(action, Reduce):
-            continue
-        i = action.micro_batch
-        if isinstance(action, Transfer):
-            if action.operation == "R":
-                arrived.add(action.message)
-            elif (action.source, action.direction, i) not in done:
-                why = f"{action.source}{action.direction}{i} comes after it"
+            if left[:1] != [action]:
+                why = f"{left[0] if left else 'none'} is the next reduction of this rank"
                 raise broken(rank, position, action, why)
-            continue
-        stage, kind, _ = action
+            left.pop(0)
+        for needed in _needed(schedule, action, routes):
+            if needed not in done:
+                raise broken(rank, position, action, f"{needed} comes after it")
+        done.update(_parts(action))
+    if left:
+        raise ScheduleError(f"Rank {rank}: {left[0]} is missing; other replicas wait for it")
+
+
+def _needed(schedule: Schedule, action: Action, routes: Routes) -> Iterator[Compute | Transfer]:
+    """Yields what an action depends on, on its own rank."""
+    if isinstance(action, Reduce):
+        for i in range(schedule.num_micro_batches):
+            yield Compute(action.stage, "W", i)
+    elif isinstance(action, Transfer):
+        if action.operation == "S":
+            yield Compute(action.source, action.direction, action.micro_batch)
+    else:
+        stage, kind, i = action
         # W needs the output gradients that B has received, so it comes after its own B.
-        before = {"F": None, "B": "F", "BW": "F", "W": "B"}[kind]
-        if before is not None and (stage, before, i) not in done:
-            raise broken(rank, position, action, f"{stage}{before}{i} comes after it")
+        if kind != "F":
+            yield Compute(stage, "B" if kind == "W" else "F", i)
+        where, direction = schedule.placement, _direction(action)
         for source, target in routes.inputs(action):
-            local = schedule.placement[source] == rank
-            if local and (source, kind[0], i) not in done:
-                raise broken(rank, position, action, f"{source}{kind[0]}{i} comes after it")
-            if not local and (source, target, i) not in arrived:
-                why = f"{source}>{target}R{kind[0]}{i} comes after it"
-                raise broken(rank, position, action, why)
-        done.update((stage, part, i) for part in kind)
+            local = where[source] == where[target]
+            message = Transfer(source, target, "R", direction, i)
+            yield Compute(source, direction, i) if local else message
 
 
 def _check_deadlock(schedule: Schedule) -> None:
     """Checks the fourth law by playing all ranks with sends that block."""
     replay = Replay(schedule.actions, blocking=True)
-    stuck = replay.run()
-    if not stuck:
-        return
     waits = []
-    for rank in stuck:
+    for rank in replay.run():
         position = replay.position[rank]
         action = replay.programs[rank][position]
         if isinstance(action, Transfer):
             stage = action.target if action.operation == "S" else action.source
             peer = schedule.placement[stage]
             waits.append(f"rank {rank} at position {position}, {action}, for rank {peer}")
-    raise ScheduleError(f"Deadlock if sends block: {'; '.join(waits)}")
-
-
-def _check_in_flight(schedule: Schedule, bounds: Sequence[int]) -> None:
-    """Checks the fifth law: the residuals that each stage holds stay within its bound."""
-    if len(bounds) != schedule.num_stages:
-        raise ScheduleError(
-            f"Expected one bound for each of the {schedule.num_stages} stages. "
-            f"Received: in_flight={bounds}"
-        )
-    held = [0.0] * schedule.num_stages
-    for rank in range(schedule.num_ranks):
-        for position, action, change in schedule.residual_changes(rank):
-            held[action.stage] += change
-            if held[action.stage] > bounds[action.stage]:
-                why = (
-                    f"stage {action.stage} would hold {held[action.stage]:g} micro-batches, "
-                    f"its bound is {bounds[action.stage]}"
-                )
-                raise broken(rank, position, action, why)
+    if waits:
+        raise ScheduleError(f"Deadlock if sends block: {'; '.join(waits)}")
 
 
 def lower(
@@ -241,10 +259,9 @@ def lower(
     """
     if schedule.is_lowered:
         raise ScheduleError("Expected computations only. Received: a schedule that is lowered")
-    for own in schedule.actions:
-        for action in own:
-            if not isinstance(action, Compute):
-                raise ScheduleError(f"Expected computations only. Received: {action}")
+    others = [a for own in schedule.actions for a in own if not isinstance(a, Compute)]
+    if others:
+        raise ScheduleError(f"Expected computations only. Received: {others[0]}")
     if any(buckets) and not schedule.has_backward:
         raise ScheduleError(
             f"The schedule '{schedule.name}' has no backward passes, so no gradients to sum. "
@@ -252,7 +269,7 @@ def lower(
         )
     schedule = replace(schedule, buckets=tuple(buckets))
     forward, backward = check_links(schedule.num_stages, links, gradient_links)
-    check_computations(schedule)
+    _check_each_once(schedule, (), ())
     routes = Routes(forward, backward)
     programs = [_program(schedule, rank, routes) for rank in range(schedule.num_ranks)]
     if blocking:
@@ -267,14 +284,17 @@ def lower(
 def _program(schedule: Schedule, rank: int, routes: Routes) -> list[Action]:
     """Returns the actions of one rank with receives before and sends behind computations."""
     program: list[Action] = []
-    own = schedule.actions[rank]
-    starting = StartingReductions(reductions(schedule.placement, schedule.buckets, rank), own)
-    for action in own:
-        if isinstance(action, Compute):
-            program += _transfers(action, routes.inputs(action), "R", schedule.placement)
-            program.append(action)
-            program += _transfers(action, routes.outputs(action), "S", schedule.placement)
-            program += starting.after(action)
+    own = [action for action in schedule.actions[rank] if isinstance(action, Compute)]
+    # Each reduction starts as soon as its stage has its last weight gradient and those before it
+    # have started.
+    ends = {a.stage: position for position, a in enumerate(own) if a.kind in ("W", "BW")}
+    left = list(reductions(schedule.placement, schedule.buckets, rank))
+    for position, action in enumerate(own):
+        program += _transfers(action, routes.inputs(action), "R", schedule.placement)
+        program.append(action)
+        program += _transfers(action, routes.outputs(action), "S", schedule.placement)
+        while left and ends[left[0].stage] <= position:
+            program.append(left.pop(0))
     return program
 
 
@@ -282,12 +302,15 @@ def _transfers(
     action: Compute, pairs: Iterable[Link], operation: Operation, placement: Sequence[int]
 ) -> list[Transfer]:
     """Returns one end of the messages of a computation that cross ranks."""
-    direction: Direction = "F" if action.kind == "F" else "B"
     return [
-        Transfer(source, target, operation, direction, action.micro_batch)
+        Transfer(source, target, operation, _direction(action), action.micro_batch)
         for source, target in pairs
         if placement[source] != placement[target]
     ]
+
+
+def _direction(action: Compute) -> Direction:
+    return "F" if action.kind == "F" else "B"
 
 
 def _unblock(replay: Replay, stuck: Iterable[int], placement: Sequence[int]) -> None:

@@ -1,96 +1,10 @@
-"""What actions mean to each other: messages, reductions, all ranks walking through their lists."""
+"""All ranks walk through their lists: who waits for whom, and how far all of them get."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
-from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Action, Compute, Link, Message, Reduce, Transfer
-
-
-def check_links(
-    num_stages: int, links: Iterable[Link] | None, gradient_links: Iterable[Link] | None
-) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
-    """Returns links and gradient links, checked, sorted and each once, with their defaults."""
-    if links is None:
-        links = [(stage, stage + 1) for stage in range(num_stages - 1)]
-    forward = tuple(sorted(set(links)))
-    for source, target in forward:
-        if not 0 <= source < target < num_stages:
-            raise ScheduleError(
-                f"Expected links from a stage to a later one, of stages 0 to {num_stages - 1}. "
-                f"Received: links with {source}>{target}"
-            )
-    backward = forward if gradient_links is None else tuple(sorted(set(gradient_links)))
-    for source, target in backward:
-        if (source, target) not in forward:
-            raise ScheduleError(
-                "Expected gradients to flow over links that carry activations. Received: "
-                f"gradient_links with {source}>{target}, links={forward}"
-            )
-    return forward, backward
-
-
-class Routes:
-    """The messages that a computation needs and makes, as pairs of sending and receiving stage."""
-
-    def __init__(self, links: Iterable[Link], gradient_links: Iterable[Link]) -> None:
-        self._needed: defaultdict[tuple[str, int], list[Link]] = defaultdict(list)
-        self._made: defaultdict[tuple[str, int], list[Link]] = defaultdict(list)
-        backward = [("B", target, source) for source, target in reversed(list(gradient_links))]
-        for kind, source, target in [*(("F", *link) for link in links), *backward]:
-            self._needed[kind, target].append((source, target))
-            self._made[kind, source].append((source, target))
-
-    def inputs(self, action: Compute) -> list[Link]:
-        """Returns the links whose messages `action` needs; W needs none."""
-        return self._needed[action.kind[0], action.stage]
-
-    def outputs(self, action: Compute) -> list[Link]:
-        """Returns the links whose messages `action` makes; W makes none."""
-        return self._made[action.kind[0], action.stage]
-
-
-def reductions(placement: Sequence[int], buckets: Sequence[int], rank: int) -> tuple[Reduce, ...]:
-    """Returns the reductions of a rank in the order in which every replica starts them.
-
-    The last stage comes first, for its gradients are there first. The order depends on nothing
-    else, so replicas agree whatever their numbers of micro-batches; one that has none of a small
-    batch runs these actions alone, with gradients of zero.
-    """
-    # The last stage is through its backward passes first.
-    counts = list(enumerate(buckets))[::-1]
-    return tuple(
-        Reduce(stage, bucket)
-        for stage, count in counts
-        if placement[stage] == rank
-        for bucket in range(count)
-    )
-
-
-class StartingReductions:
-    """Says when which reductions of a rank start, while its computations go by.
-
-    Each starts as soon as its stage has its last weight gradient and those before it in the order
-    have started. Two stages on a rank; the lower one is done first::
-
-        0BW3                2BW3
-             nothing starts      2R0 2R1 0R0 start
-    """
-
-    def __init__(self, order: Sequence[Reduce], actions: Sequence[Action]) -> None:
-        self._left = list(order)[::-1]
-        self._weight_gradients = Counter(
-            a.stage for a in actions if isinstance(a, Compute) and a.kind in ("W", "BW")
-        )
-
-    def after(self, action: Compute) -> Iterator[Reduce]:
-        """Yields the reductions that start behind a computation."""
-        if action.kind in ("W", "BW"):
-            self._weight_gradients[action.stage] -= 1
-        while self._left and not self._weight_gradients[self._left[-1].stage]:
-            yield self._left.pop()
+from tarantella_pp.schedule.actions import Action, Compute, Message, Transfer
 
 
 class Replay:
@@ -153,9 +67,6 @@ class Replay:
     def receive(self, rank: int, action: Transfer) -> None:
         """Is called when a receive gets through."""
 
-    def reduce(self, rank: int, action: Reduce) -> None:
-        """Is called when a reduction starts."""
-
     def _walk(self, rank: int) -> None:
         """Lets one rank go as far as it can, and notes for what it waits then."""
         program = self.programs[rank]
@@ -172,17 +83,20 @@ class Replay:
                     self.receive(rank, receive)
                 self.compute(rank, action)
                 self._enter_exchange(rank)
-            elif isinstance(action, Reduce):
-                self.reduce(rank, action)
-            elif action.operation == "S":
-                self.send(rank, action)
-                self._sent.add(action.message)
-                self._wake(action.message)
-            elif self.blocking:
-                self.receive(rank, action)
-            else:
-                key = (action.target, action.direction, action.micro_batch)
-                self._expected.setdefault(key, []).append(action)
+            elif isinstance(action, Transfer):
+                self._transfer(rank, action)
+
+    def _transfer(self, rank: int, action: Transfer) -> None:
+        """Goes past one end of a message."""
+        if action.operation == "S":
+            self.send(rank, action)
+            self._sent.add(action.message)
+            self._wake(action.message)
+        elif self.blocking:
+            self.receive(rank, action)
+        else:
+            key = (action.target, action.direction, action.micro_batch)
+            self._expected.setdefault(key, []).append(action)
 
     def _missing(self, action: Action) -> Message | None:
         """Returns a message for which `action` has to wait, or None."""

@@ -15,8 +15,8 @@ _HEADERS = (
     *("schedule", "stages", "micro_batches", "placement"),
     *("links", "gradient_links", "buckets"),
 )
-_RANK = re.compile(r"rank\s+(\d+)")
-_LINK = re.compile(r"(\d+)>(\d+)")
+_RANK = re.compile(r"rank \d+")
+_LINK = re.compile(r"\d+>\d+")
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,17 @@ class Schedule:
                 raise ScheduleError(
                     f"Expected at least 1. Received: {option}={getattr(self, option)}"
                 )
-        if len(self.placement) != self.num_stages:
+        used = set(self.placement)
+        if len(self.placement) != self.num_stages or used != set(range(self.num_ranks)):
             raise ScheduleError(
-                f"Expected one rank for each of the {self.num_stages} stages. "
+                f"Expected the rank of each of the {self.num_stages} stages, with every rank from "
+                f"0 to {self.num_ranks - 1}, and no other, in use. "
                 f"Received: placement={self.placement}"
             )
         if len(self.actions) != self.num_ranks:
             raise ScheduleError(
                 f"Expected one list of actions for each of the {self.num_ranks} ranks. "
                 f"Received: {len(self.actions)} lists"
-            )
-        if set(self.placement) != set(range(self.num_ranks)):
-            raise ScheduleError(
-                f"Expected every rank from 0 to {self.num_ranks - 1}, and no other, to own a "
-                f"stage. Received: placement={self.placement}"
             )
         if self.buckets and (len(self.buckets) != self.num_stages or min(self.buckets) < 0):
             raise ScheduleError(
@@ -94,17 +91,13 @@ class Schedule:
         Residuals live from the end of a micro-batch's forward to the end of the last computation
         of its backward. A forward-only schedule keeps none.
         """
-        if not 0 <= stage < self.num_stages:
-            raise ScheduleError(
-                f"Expected a stage from 0 to {self.num_stages - 1}. Received: stage={stage}"
-            )
         return round(self.held()[stage])
 
     def held(self, waiting: Sequence[float] | None = None) -> tuple[float, ...]:
         """Returns of how many micro-batches each stage holds the residuals at the worst moment."""
         held, peak = [0.0] * self.num_stages, [0.0] * self.num_stages
         for rank in range(self.num_ranks):
-            for _, action, change in self.residual_changes(rank, waiting):
+            for action, change in self.residual_changes(rank, waiting):
                 held[action.stage] += change
                 peak[action.stage] = max(peak[action.stage], held[action.stage])
         return tuple(peak)
@@ -140,7 +133,7 @@ class Schedule:
 
     def residual_changes(
         self, rank: int, waiting: Sequence[float] | None = None
-    ) -> Iterator[tuple[int, Compute, float]]:
+    ) -> Iterator[tuple[Compute, float]]:
         """Iterates over the computations after which a rank holds more or fewer residuals.
 
         Residuals of a micro-batch are there from its forward to the last part of its backward; of
@@ -151,14 +144,14 @@ class Schedule:
         if not self.has_backward:
             return
         shares = [1.0] * self.num_stages if waiting is None else waiting
-        for position, action in enumerate(self.actions[rank]):
+        for action in self.actions[rank]:
             if isinstance(action, Compute):
                 if action.kind == "F":
-                    yield position, action, 1
+                    yield action, 1
                 elif action not in self._releases:
-                    yield position, action, shares[action.stage] - 1
+                    yield action, shares[action.stage] - 1
                 else:
-                    yield position, action, -1 if action.kind == "BW" else -shares[action.stage]
+                    yield action, -1 if action.kind == "BW" else -shares[action.stage]
 
     @cached_property
     def _releases(self) -> frozenset[Compute]:
@@ -221,26 +214,19 @@ class Schedule:
         ``links: 0>1 1>2``, and one with reductions the number of buckets of each stage, as in
         ``buckets: 2 1``.
         """
-        header: dict[str, Any] = {}
-        ranks: dict[int, tuple[Action, ...]] = {}
+        lines: dict[str, Any] = {}
         for number, raw in enumerate(source.splitlines(), start=1):
             line = raw.split("#", 1)[0].strip()
             if not line:
                 continue
-            key, colon, text = (part.strip() for part in line.partition(":"))
-            rank = _RANK.fullmatch(key)
+            key, _, text = (" ".join(part.split()) for part in line.partition(":"))
             try:
-                if not colon or (rank is None and key not in _HEADERS):
-                    raise _expected(f"'rank N:' or one of {', '.join(_HEADERS)}", line)
-                if key in header or (rank is not None and int(rank[1]) in ranks):
+                if key in lines:
                     raise ScheduleError(f"{key} is given twice. Received: {line!r}")
-                if rank is None:
-                    header[key] = _value(key, text)
-                else:
-                    ranks[int(rank[1])] = tuple(map(parse_action, text.split()))
+                lines[key] = _value(key, text)
             except ScheduleError as error:
                 raise ScheduleError(f"Line {number} of the schedule: {error}") from None
-        return cls(**_fields(header, ranks))
+        return cls(**_fields(lines))
 
 
 def _links_to_text(links: Iterable[Link]) -> str:
@@ -249,56 +235,58 @@ def _links_to_text(links: Iterable[Link]) -> str:
 
 
 def _value(key: str, text: str) -> Any:
-    """Reads the value of a header line."""
+    """Reads what stands behind the colon of a line."""
     words = text.split()
+    if _RANK.fullmatch(key):
+        return tuple(map(parse_action, words))
+    if key not in _HEADERS:
+        raise _expected(f"'rank N:' or one of {', '.join(_HEADERS)}", key)
     if key == "schedule":
         return text
     if key in ("links", "gradient_links"):
-        pairs = [pair for pair in map(_LINK.fullmatch, words) if pair is not None]
-        if len(pairs) < len(words):
+        if not all(map(_LINK.fullmatch, words)):
             raise _expected("links such as 0>1", text)
-        return tuple((int(pair[1]), int(pair[2])) for pair in pairs)
+        return tuple(tuple(map(int, word.split(">"))) for word in words)
     if not all(word.isdecimal() for word in words):
         raise _expected("whole numbers", text)
+    numbers = tuple(map(int, words))
     if key in ("placement", "buckets"):
-        return tuple(map(int, words))
-    if len(words) != 1:
+        return numbers
+    if len(numbers) != 1:
         raise _expected(f"one number for {key}", text)
-    return int(words[0])
+    return numbers[0]
 
 
-def _fields(header: Mapping[str, Any], ranks: Mapping[int, tuple[Action, ...]]) -> dict[str, Any]:
-    """Puts the lines together, and takes from the actions what the header leaves out."""
-    if sorted(ranks) != list(range(len(ranks))) or not ranks:
-        raise ScheduleError(
-            f"Expected one line for each rank: 'rank 0:', 'rank 1:', .... Received: {sorted(ranks)}"
-        )
+def _fields(lines: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts the lines together, and takes from the actions what the others leave out."""
+    given = [key for key in lines if _RANK.fullmatch(key)]
+    names = [f"rank {rank}" for rank in range(len(given))]
+    if not names or set(names) != set(given):
+        raise _expected("one line for each rank: 'rank 0:', 'rank 1:', ...", ", ".join(given))
+    actions: tuple[tuple[Action, ...], ...] = tuple(lines[name] for name in names)
     owners: dict[int, int] = {}
     micro_batches = set()
-    for rank, own in sorted(ranks.items()):
+    for rank, own in enumerate(actions):
         for action in own:
             if isinstance(action, Compute):
                 owners.setdefault(action.stage, rank)
                 micro_batches.add(action.micro_batch)
     if not owners:
         raise ScheduleError("Expected at least one computation. Received: none on any rank")
-    num_stages = header.get("stages", 1 + max(owners))
-    placement = header.get("placement")
-    if placement is None:
-        idle = [stage for stage in range(num_stages) if stage not in owners]
-        if idle:
-            raise ScheduleError(f"Expected computations of every stage. Stage {idle[0]} has none")
-        placement = tuple(owners[stage] for stage in range(num_stages))
+    stages = range(lines.get("stages", 1 + max(owners)))
+    idle = [stage for stage in stages if stage not in owners]
+    if idle and "placement" not in lines:
+        raise ScheduleError(f"Expected computations of every stage. Stage {idle[0]} has none")
     return {
-        "name": header.get("schedule") or "custom",
-        "num_stages": num_stages,
-        "num_micro_batches": header.get("micro_batches", 1 + max(micro_batches)),
-        "num_ranks": len(ranks),
-        "placement": placement,
-        "actions": tuple(own for _, own in sorted(ranks.items())),
-        "links": header.get("links"),
-        "gradient_links": header.get("gradient_links", header.get("links")),
-        "buckets": header.get("buckets", ()),
+        "name": lines.get("schedule") or "custom",
+        "num_stages": len(stages),
+        "num_micro_batches": lines.get("micro_batches", 1 + max(micro_batches)),
+        "num_ranks": len(names),
+        "placement": lines.get("placement") or tuple(owners[stage] for stage in stages),
+        "actions": actions,
+        "links": lines.get("links"),
+        "gradient_links": lines.get("gradient_links", lines.get("links")),
+        "buckets": lines.get("buckets", ()),
     }
 
 

@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Compute
 from tarantella_pp.schedule.generators import SCHEDULE_NAMES, make_placement, make_schedule
-from tarantella_pp.schedule.list_scheduling import by_time
+from tarantella_pp.schedule.list_scheduling import merge
 from tarantella_pp.schedule.lowering import lower, validate
 from tarantella_pp.schedule.schedule import Schedule
 
@@ -230,12 +229,11 @@ def _named_schedule(spec: ScheduleSpec, num_micro_batches: int) -> Schedule:
 
 
 def on_one_rank(schedule: Schedule) -> Schedule:
-    """Puts all stages on one rank, which runs the computations in the order of their beginnings."""
-    validate(lower(schedule))
-    orders = [[a for a in own if isinstance(a, Compute)] for own in schedule.actions]
-    order = by_time(orders, schedule.placement, schedule.num_micro_batches)
+    """Puts all stages on one rank; each keeps its order."""
     placement = (0,) * schedule.num_stages
-    return replace(schedule, num_ranks=1, placement=placement, actions=(tuple(order),))
+    orders = [[a for a in schedule.computations() if a.stage == s] for s in range(len(placement))]
+    actions = merge(orders, placement, schedule.num_micro_batches)
+    return replace(schedule, num_ranks=1, placement=placement, actions=actions)
 
 
 def read_schedule(schedule: Any) -> Schedule | None:

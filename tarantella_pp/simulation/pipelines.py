@@ -8,62 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Compute, Link, Reduce, Transfer
+from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.lowering import lower
-from tarantella_pp.schedule.replay import reductions
 from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec, bubble_fraction, in_flight_bounds
 from tarantella_pp.simulation.schedule_search import search_schedule
-from tarantella_pp.simulation.simulator import (
-    Costs,
-    Event,
-    StepTimeline,
-    end_of_step,
-    idle_fraction,
-    reduction_events,
-    simulate,
-)
+from tarantella_pp.simulation.simulator import Costs, StepTimeline, simulate
 
 # Stages x micro-batches up to which a step is played event by event, in about a second.
 MOST_PLAYED = 20_000
 # The same for `zb-auto`, which plays many schedules.
 MOST_SEARCHED = 1_000
-
-
-@dataclass(frozen=True)
-class PipelineStep:
-    """One step of one pipeline, and of others side by side once `replicated_step` has had it."""
-
-    schedule: str
-    placement: tuple[int, ...]
-    pipeline_seconds: float  # seconds until the last rank has computed everything
-    busy_seconds: tuple[float, ...]  # seconds that each rank computes
-    # Second at which each stage has its last weight gradient, and has sent what others wait for
-    gradients_ready: tuple[float, ...]
-    peak_bytes: tuple[float, ...]
-    serial_seconds: float  # seconds of the same step in one process
-    timeline: StepTimeline | None  # the step as it was played; `None` where it is from closed forms
-    # When each rank sums which gradients over replicas; empty for one pipeline
-    reductions: tuple[tuple[Event, ...], ...] = ()
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds until everything is computed and reduced."""
-        return end_of_step(self.pipeline_seconds, self.reductions)
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds that the step is longer because of reductions."""
-        return self.step_seconds - self.pipeline_seconds
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks."""
-        return len(self.busy_seconds)
-
-    @property
-    def bubble_fraction(self) -> float:
-        """The part of all ranks' time in which they do not compute, but for reductions."""
-        return idle_fraction(self.busy_seconds, self.pipeline_seconds)
 
 
 @dataclass(frozen=True)
@@ -163,7 +117,7 @@ def pipeline_step(
     gradient_links: Iterable[Link] | None = None,
     in_flight_limit: Sequence[int] | None = None,
     blocking: bool = True,
-) -> PipelineStep:
+) -> StepTimeline:
     """Plays one step of a pipeline; a very large one is calculated from closed forms."""
     searched = spec.name == SEARCHED and spec.custom is None
     # A search plays hundreds of schedules.
@@ -178,24 +132,15 @@ def pipeline_step(
     else:
         schedule = spec.make(num_micro_batches)
     timeline = simulate(lower(schedule, links, gradient_links, blocking=blocking), costs)
-    return PipelineStep(
-        schedule=spec.name,
-        placement=schedule.placement,
-        pipeline_seconds=timeline.pipeline_seconds,
-        busy_seconds=timeline.busy_seconds,
-        gradients_ready=_gradients_ready(timeline, spec.num_stages),
-        peak_bytes=timeline.peak_bytes,
-        serial_seconds=timeline.serial_seconds,
-        timeline=timeline,
-    )
+    return replace(timeline, name=spec.name)
 
 
 def replicated_step(
-    step: PipelineStep,
+    step: StepTimeline,
     bucket_bytes: Sequence[Sequence[float]],
     network: Network,
     num_replicas: int,
-) -> PipelineStep:
+) -> StepTimeline:
     """Returns the step of several pipelines side by side.
 
     The replicas of a stage sum its gradients in a ring of their own, bucket by bucket, as soon as
@@ -204,35 +149,12 @@ def replicated_step(
     """
     if num_replicas == 1:
         return replace(step, reductions=())
-    counts = [len(own) for own in bucket_bytes]
-    seconds = {
-        Reduce(stage, bucket): network.allreduce_seconds(size, num_replicas)
-        for stage, own in enumerate(bucket_bytes)
-        for bucket, size in enumerate(own)
-    }
-    ready = step.gradients_ready
-    orders = [reductions(step.placement, counts, rank) for rank in range(step.num_ranks)]
-    events = tuple(
-        reduction_events(rank, [(action, ready[action.stage]) for action in order], seconds)
-        for rank, order in enumerate(orders)
+    return step.with_reductions(
+        [[network.allreduce_seconds(size, num_replicas) for size in own] for own in bucket_bytes]
     )
-    timeline = None if step.timeline is None else replace(step.timeline, reductions=events)
-    return replace(step, reductions=events, timeline=timeline)
 
 
-def _gradients_ready(timeline: StepTimeline, num_stages: int) -> tuple[float, ...]:
-    """Returns when each stage is done with its backward passes and what they send."""
-    ready = [0.0] * num_stages
-    for own in timeline.events:
-        for event in own:
-            if isinstance(event.action, Compute):
-                ready[event.action.stage] = event.end
-            elif isinstance(event.action, Transfer) and event.action.operation == "S":
-                ready[event.action.source] = event.end
-    return tuple(ready)
-
-
-def _calculated(spec: ScheduleSpec, costs: Costs, num_micro_batches: int) -> PipelineStep:
+def _calculated(spec: ScheduleSpec, costs: Costs, num_micro_batches: int) -> StepTimeline:
     """Calculates a step as if every rank took as long as the slowest.
 
     Messages are counted once there and once back, as if they were hidden but for that.
@@ -257,13 +179,12 @@ def _calculated(spec: ScheduleSpec, costs: Costs, num_micro_batches: int) -> Pip
     # behind.
     fill = sum(link.seconds + link.latency for link in messages)
     seconds = max(busy) / (1.0 - bubble) + fill
-    return PipelineStep(
-        schedule=spec.name,
+    return StepTimeline(
+        name=spec.name,
         placement=spec.placement,
         pipeline_seconds=seconds,
         busy_seconds=tuple(busy),
         gradients_ready=(seconds,) * stages,
         peak_bytes=tuple(peak),
         serial_seconds=costs.serial_seconds(m),
-        timeline=None,
     )

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import (
-    Action,
-    Compute,
-    Kind,
-    Link,
-    Message,
-    Reduce,
-    Transfer,
-)
+from tarantella_pp.schedule.actions import Action, Compute, Kind, Link, Message, Transfer
+from tarantella_pp.schedule.lowering import reductions
 from tarantella_pp.schedule.replay import Replay
 from tarantella_pp.schedule.schedule import Schedule
 
@@ -31,11 +24,6 @@ def idle_fraction(busy_seconds: Sequence[float], step_seconds: float) -> float:
     return max(0.0, 1.0 - sum(busy_seconds) / (len(busy_seconds) * step_seconds))
 
 
-def end_of_step(pipeline_seconds: float, reductions: Iterable[Sequence[Event]]) -> float:
-    """Returns the second at which all is computed and reduced."""
-    return max([pipeline_seconds, *(own[-1].end for own in reductions if own)])
-
-
 class Event(NamedTuple):
     """One action of one rank in time."""
 
@@ -45,57 +33,78 @@ class Event(NamedTuple):
     action: Action
 
 
-def reduction_events(
-    rank: int, started: Iterable[tuple[Reduce, float]], seconds: Mapping[Reduce, float]
-) -> tuple[Event, ...]:
-    """Lets the reductions of a rank take their seconds, one after the other.
-
-    Two stages on a rank::
-
-        rank     .... 2BW3  0BW2  0BW3
-        network            2R0===2R1===0R0====
-                                       `------ exposed
-    """
-    events, free = [], 0.0
-    for action, start in started:
-        begin = max(start, free)
-        free = begin + seconds.get(action, 0.0)
-        events.append(Event(rank, begin, free, action))
-    return tuple(events)
-
-
 @dataclass(frozen=True)
 class StepTimeline:
-    """When each rank does what in one step."""
+    """One step of one pipeline, and of others side by side once it has `reductions`."""
 
-    name: str
-    events: tuple[tuple[Event, ...], ...]
-    serial_seconds: float
+    name: str  # of the schedule
+    placement: tuple[int, ...]
+    pipeline_seconds: float  # seconds until the last rank has computed everything
+    busy_seconds: tuple[float, ...]  # seconds that each rank computes
+    # Second at which each stage has its last weight gradient, and has sent what others wait for
+    gradients_ready: tuple[float, ...]
     peak_bytes: tuple[float, ...]
+    serial_seconds: float  # seconds of the same step in one process
+    events: tuple[tuple[Event, ...], ...] = ()  # of each rank; none where it is from closed forms
+    # When each rank sums which gradients over replicas; empty for one pipeline
     reductions: tuple[tuple[Event, ...], ...] = ()
 
-    @cached_property
-    def pipeline_seconds(self) -> float:
-        """Seconds from the start of the step to the end of the last rank, but for reductions."""
-        return max((own[-1].end for own in self.events if own), default=0.0)
+    @classmethod
+    def of_events(
+        cls,
+        schedule: Schedule,
+        events: tuple[tuple[Event, ...], ...],
+        serial_seconds: float,
+        peak_bytes: tuple[float, ...],
+    ) -> StepTimeline:
+        """Makes the timeline of what each rank has done, in order."""
+        busy, ready = [0.0] * len(events), [0.0] * schedule.num_stages
+        for rank, start, end, action in (event for own in events for event in own):
+            if isinstance(action, Compute):
+                busy[rank] += end - start
+                ready[action.stage] = end
+            elif isinstance(action, Transfer) and action.operation == "S":
+                ready[action.source] = end
+        last = max((own[-1].end for own in events if own), default=0.0)
+        return cls(
+            schedule.name, schedule.placement, last, tuple(busy), tuple(ready), peak_bytes,
+            serial_seconds, events,
+        )  # fmt: skip
+
+    def with_reductions(self, seconds: Sequence[Sequence[float]]) -> StepTimeline:
+        """Returns the step with sums over replicas that take seconds for each stage's buckets.
+
+        A rank does one after the other, while it computes. Two stages on a rank::
+
+            rank     .... 2BW3  0BW2  0BW3
+            network            2R0===2R1===0R0====
+                                           `------ exposed
+        """
+        counts = [len(own) for own in seconds]
+        reduced = []
+        for rank in range(self.num_ranks):
+            events, free = [], 0.0
+            for action in reductions(self.placement, counts, rank):
+                begin = max(self.gradients_ready[action.stage], free)
+                free = begin + seconds[action.stage][action.bucket]
+                events.append(Event(rank, begin, free, action))
+            reduced.append(tuple(events))
+        return replace(self, reductions=tuple(reduced))
 
     @cached_property
     def step_seconds(self) -> float:
         """Seconds from the start of the step until all is computed and reduced."""
-        return end_of_step(self.pipeline_seconds, self.reductions)
+        return max([self.pipeline_seconds, *(own[-1].end for own in self.reductions if own)])
 
     @property
     def exposed_seconds(self) -> float:
         """Seconds that the step is longer because of reductions."""
         return self.step_seconds - self.pipeline_seconds
 
-    @cached_property
-    def busy_seconds(self) -> tuple[float, ...]:
-        """Seconds that each rank computes."""
-        return tuple(
-            sum(event.end - event.start for event in own if isinstance(event.action, Compute))
-            for own in self.events
-        )
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of one pipeline."""
+        return len(self.busy_seconds)
 
     @property
     def bubble_fraction(self) -> float:
@@ -196,7 +205,6 @@ class Costs:
     send_seconds: float = 0.0
     receive_seconds: float = 0.0
     before: Mapping[Action, float] = field(default_factory=dict)
-    reductions: Mapping[Reduce, float] = field(default_factory=dict)
 
     @classmethod
     def uniform(
@@ -232,8 +240,8 @@ class Costs:
 def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
     """Plays one step of a lowered schedule with a clock on each rank.
 
-    Sends go on by themselves, as in the runtime, and so do reductions: a rank's one after
-    the other, on a network of their own.
+    Sends go on by themselves, as in the runtime. Sums over replicas take no time here, for nothing
+    waits for them before the end of the step: `StepTimeline.with_reductions` puts them behind it.
     """
     replay = _TimedReplay(schedule, costs)
     stuck = replay.run()
@@ -241,11 +249,7 @@ def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
         raise ScheduleError(f"Deadlock: ranks {stuck} wait forever; validate() says for what")
     serial = costs.serial_seconds(schedule.num_micro_batches, has_backward=schedule.has_backward)
     events = tuple(map(tuple, replay.events))
-    reductions = tuple(
-        reduction_events(rank, started, costs.reductions)
-        for rank, started in enumerate(replay.started)
-    )
-    return StepTimeline(schedule.name, events, serial, _peak_bytes(schedule, costs), reductions)
+    return StepTimeline.of_events(schedule, events, serial, _peak_bytes(schedule, costs))
 
 
 class _TimedReplay(Replay):
@@ -264,7 +268,6 @@ class _TimedReplay(Replay):
             )
         ranks = range(schedule.num_ranks)
         self.events: list[list[Event]] = [[] for _ in ranks]
-        self.started: list[list[tuple[Reduce, float]]] = [[] for _ in ranks]
         self._clock = [0.0] * schedule.num_ranks
         self._channels: dict[tuple[int, int], float] = {}  # when a link's last message has left
         self._costs = costs
@@ -310,10 +313,6 @@ class _TimedReplay(Replay):
         end = max(start, self._arrival[action.message]) + self._costs.receive_seconds
         self._note(rank, start, end, action)
 
-    def reduce(self, rank: int, action: Reduce) -> None:
-        """Notes when a reduction starts."""
-        self.started[rank].append((action, self._clock[rank]))
-
 
 def _peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     """Returns the most bytes that each rank holds at a time."""
@@ -321,7 +320,7 @@ def _peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     waiting = [stage.waiting_share for stage in costs.stages]
     for rank in range(schedule.num_ranks):
         held = peak = sum(costs.stages[stage].static_bytes for stage in schedule.stages_of(rank))
-        for _, action, change in schedule.residual_changes(rank, waiting):
+        for action, change in schedule.residual_changes(rank, waiting):
             held += change * costs.stages[action.stage].activation_bytes
             peak = max(peak, held)
         peaks.append(peak)

@@ -21,7 +21,7 @@ from tarantella_pp.callbacks.timeline import (
     trace_events,
     write_trace,
 )
-from tarantella_pp.runtime.tracing.recorder import (
+from tarantella_pp.runtime.recorder import (
     LOGS,
     METRICS,
     TIES,

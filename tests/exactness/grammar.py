@@ -11,6 +11,8 @@ import numpy as np
 from hypothesis import strategies as st
 from keras import layers, ops
 
+from tests.helpers.training import Case
+
 ROWS, TIMES, WIDTH, IDS = 12, 4, 4, 5
 Tensor = Any
 
@@ -172,8 +174,8 @@ class Sentence:
             outputs.append(layers.Dense(3, name="early")(y))
         return keras.Model(inputs, outputs if len(outputs) > 1 else outputs[0])
 
-    def data(self) -> dict[str, Any]:
-        """Arguments of `fit`."""
+    def case(self) -> Case:
+        """The model, its data and how it is trained."""
         draw = np.random.default_rng(3)
         x = [
             draw.integers(0, IDS, size=(ROWS, TIMES)).astype("int32")
@@ -183,11 +185,9 @@ class Sentence:
         ]
         y = [draw.dirichlet(np.ones(3), size=ROWS) for _ in range(self.outputs)]
         weights = [draw.uniform(0.2, 2, size=ROWS) for _ in range(self.outputs)]
-        single = self.outputs == 1
-        found = {"x": x if len(x) > 1 else x[0], "y": y[0] if single else y}
-        if self.weighted:
-            found["sample_weight"] = weights[0] if single else weights
-        return found
+        x, y, weights = (part if len(part) > 1 else part[0] for part in (x, y, weights))
+        weighted = {"sample_weight": weights} if self.weighted else {}
+        return Case(self.build, x, y, self.compiled, weighted, batch=self.batch)
 
     def compiled(self) -> dict[str, Any]:
         """Arguments of `compile`, new ones at every call."""

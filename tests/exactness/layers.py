@@ -14,15 +14,10 @@ import numpy as np
 from keras import layers, ops
 
 from tests.exactness.classes import arguments_of, classes_in
-from tests.exactness.expected import reason
 from tests.exactness.trials import (
-    BY_MICRO_BATCH,
     EVENLY,
-    EXACT,
-    REFUSED,
     ROUNDING,
     Trial,
-    Verdict,
     predicting,
 )
 from tests.helpers.draws import more_asked_for
@@ -244,7 +239,7 @@ def middle_of(name: str, make: Callable[[], layers.Layer]) -> Middle:
     raise ExceptionGroup(f"Keras cannot run {name}", errors)
 
 
-ON_DEMAND = ("*1D", "*1DTranspose", "ConvLSTM3D", "Random*")
+ON_DEMAND = ("*1D", "*1DTranspose", "*3D", "*3DTranspose", "Random*")
 USUALLY = ("RandomBrightness", "RandomCrop", "RandomErasing", "RandomFlip")
 """Of layers that differ in dimensions only, or in what they draw, the others are left out."""
 
@@ -268,8 +263,4 @@ def trial(name: str, make: Callable[[], layers.Layer]) -> Trial:
         middle.build, middle.data(), Y, lambda: {"optimizer": sgd(), "loss": "mse"}, WEIGHTS
     )
     limit = ROUNDING if middle.policy == "float64" else 1e-5
-    beside = next(
-        (o for o in (REFUSED, BY_MICRO_BATCH) if reason("layers", Verdict(name, o))), EXACT
-    )
-    run = functools.partial(predicting, rows=EVENLY)
-    return Trial(name, case, run, limit, None if beside == REFUSED else beside)
+    return Trial(name, case, functools.partial(predicting, rows=EVENLY), limit)

@@ -11,9 +11,7 @@ import keras
 import numpy as np
 from keras import layers, losses, ops
 
-from tarantella_pp.runtime.probes.loss_probe import value_kinds
 from tests.exactness.classes import classes_in
-from tests.exactness.ensemble import Headed
 from tests.exactness.expected import reason
 from tests.exactness.trials import NOT_IN_KERAS, ROUNDING, Trial, Verdict, training
 from tests.helpers.draws import more_asked_for
@@ -63,17 +61,13 @@ VARIANTS = {
 }
 
 
-def steps_in(masked: bool) -> tuple[Any, Any]:
-    """Something of each step, masked where the id is 0."""
+def sequences(masked: bool) -> keras.Model:
+    """A distribution at each step, masked where the id is 0."""
     inputs = keras.Input((TIMES, 4))
     x = layers.Masking()(inputs) if masked else inputs
     x = layers.Dense(5, activation="tanh")(x)
-    return inputs, layers.Dense(5, activation="tanh")(x)
-
-
-def distribution(x: Any) -> Any:
-    """A distribution at each step."""
-    return layers.Dense(CLASSES, activation="softmax")(x)
+    x = layers.Dense(5, activation="tanh")(x)
+    return keras.Model(inputs, layers.Dense(CLASSES, activation="softmax")(x))
 
 
 def vectors(masked: bool) -> keras.Model:
@@ -87,9 +81,7 @@ def vectors(masked: bool) -> keras.Model:
 
 
 VECTORS = {masked: functools.partial(vectors, masked) for masked in (False, True)}
-SEQUENCES = {
-    masked: Headed(functools.partial(steps_in, masked), distribution) for masked in (False, True)
-}
+SEQUENCES = {masked: functools.partial(sequences, masked) for masked in (False, True)}
 
 
 def kinds() -> dict[str, Callable[..., losses.Loss]]:
@@ -147,22 +139,4 @@ def _trial(title: str, name: str, make: Callable[..., Any], reduction: str, way:
         {} if weights is None else {"sample_weight": weights},
     )
     limit = 1e-5 if name == "CTC" else ROUNDING  # TensorFlow computes it in float32
-    alone = limit > ROUNDING or not _is_in_keras(name, reduction, way)
-    # One loss that is computed of the whole batch has all others computed so.
-    at_once = masked or not _is_apart(make(reduction=reduction))
-    # Values without a reduction add up to the loss of all outputs only if there are equally many.
-    values = None if reduction != "none" or alone else _shape_of_values(make, y)
-    beside = None if alone else (way, at_once, values)
-    return Trial(title, case, training, limit, beside)
-
-
-def _is_apart(loss: losses.Loss) -> bool:
-    """Whether a loss is computed micro-batch by micro-batch, not of the whole batch."""
-    if loss.reduction == "none":
-        return False
-    return "rows" in (value_kinds(loss, (None, TIMES, CLASSES)) or ())
-
-
-def _shape_of_values(make: Callable[..., losses.Loss], y: Any) -> tuple[int, ...]:
-    outputs = ONE_HOT[:2] if y.ndim > 1 else ONE_HOT[:2, 0]
-    return tuple(make(reduction="none")(y[:2], outputs).shape)
+    return Trial(title, case, training, limit, again=True)

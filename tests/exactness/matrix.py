@@ -19,7 +19,7 @@ KINDS = {
     "optimizers": optimizers,
     "callbacks": callbacks,
 }
-LAUNCHES = (("losses",), ("layers",), ("metrics",), ("optimizers", "callbacks"))
+LAUNCHES = (("losses", "metrics"), ("layers",), ("optimizers", "callbacks"))
 """What one launch of two ranks tries: as much as others, so that cores end together."""
 
 RANKS, SECONDS = 2, 1200.0

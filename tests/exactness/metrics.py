@@ -11,9 +11,7 @@ import numpy as np
 from keras import layers, metrics, ops
 
 from tests.exactness.classes import arguments_of, classes_in
-from tests.exactness.ensemble import Headed
-from tests.exactness.expected import reason
-from tests.exactness.trials import NOT_IN_KERAS, ROUNDING, Trial, Verdict
+from tests.exactness.trials import ROUNDING, Trial
 from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 
 NOT_TRIED = {"Metric": "the base class of all metrics"}
@@ -64,21 +62,21 @@ class Watched(layers.Layer):
         return x
 
 
-def trunk(watched: Callable[[], Any] | None = None) -> tuple[Any, Any]:
+def model_of(
+    units: int, activation: str, dtype: str | None = None, watched: Callable[[], Any] | None = None
+) -> keras.Model:
+    """A small model, with a metric in a layer of it or without."""
     inputs = keras.Input((5,))
     x = layers.Dense(CLASSES, activation="sigmoid")(inputs)
     if watched is not None:
         x = Watched(watched())(x)
-    return inputs, layers.Dense(4, activation="tanh")(x)
+    x = layers.Dense(4, activation="tanh")(x)
+    return keras.Model(inputs, layers.Dense(units, activation=activation, dtype=dtype)(x))
 
 
-def head(units: int, activation: str, x: Any, dtype: str | None = None) -> Any:
-    return layers.Dense(units, activation=activation, dtype=dtype)(x)
-
-
-CATEGORICAL = Headed(trunk, functools.partial(head, CLASSES, "softmax"))
-SINGLE = Headed(trunk, functools.partial(head, 1, "sigmoid"))
-NARROW = Headed(trunk, functools.partial(head, CLASSES, "softmax", dtype="float32"))
+CATEGORICAL = functools.partial(model_of, CLASSES, "softmax")
+SINGLE = functools.partial(model_of, 1, "sigmoid")
+NARROW = functools.partial(model_of, CLASSES, "softmax", "float32")
 IN_LAYERS = ("Mean", "Sum", "RootMeanSquaredError", "BinaryAccuracy", "CosineSimilarity", "AUC")
 
 
@@ -125,14 +123,10 @@ def trials() -> dict[str, Callable[[], Trial]]:
 def _trial(name: str, make: Callable[[], metrics.Metric]) -> Trial:
     model, y, loss = data_of(name)
     case = Case(model, X, y, functools.partial(compiled, loss, make), WEIGHTS)
-    limit = 1e-5 if model is NARROW else ROUNDING
-    # One that Keras does not train either would have all others beside it tried alone.
-    alone = reason("metrics", Verdict(name, NOT_IN_KERAS))
-    # A float32 head rounds the gradients of the trunk.
-    return Trial(name, case, limit=limit, beside=None if alone else limit)
+    return Trial(name, case, limit=1e-5 if model is NARROW else ROUNDING, again=True)
 
 
 def _trial_in_a_layer(title: str, make: Callable[[], metrics.Metric]) -> Trial:
-    inside = Headed(functools.partial(trunk, make), CATEGORICAL.head)
+    inside = functools.partial(CATEGORICAL, watched=make)
     case = Case(inside, X, ONE_HOT, lambda: {"optimizer": sgd(), "loss": "mse"}, WEIGHTS)
     return Trial(title, case)

@@ -14,40 +14,23 @@ import pytest
 from hypothesis import event, given
 
 from tarantella_pp.errors import TarantellaError
-from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.exactness.grammar import sentences
 from tests.exactness.trials import BITS, ROUNDING
 from tests.helpers.draws import asked_for
-from tests.helpers.training import distance
+from tests.helpers.training import distance, finish, make
 
 pytestmark = [pytest.mark.keras, pytest.mark.slow, pytest.mark.usefixtures("float64")]
 
 
 def trained(sentence, **options):
     """What an epoch and an evaluation leave behind; `None` if the pipeline is refused."""
-    keras.utils.set_random_seed(1)
-    model = built = sentence.build()
-    start = built.get_weights()
-    quiet = {"batch_size": sentence.batch, "verbose": 0}
+    case = sentence.case()
+    options |= {"schedule": sentence.schedule} if options else {}
     try:
-        if options:
-            model = PipelineModel(model, schedule=sentence.schedule, **options)
-            model.compile(**sentence.compiled())
-        else:
-            model.compile(**sentence.compiled(), run_eagerly=True)
-        told = model.fit(**sentence.data(), shuffle=False, **quiet)
+        return finish(make(case, **options), case, epochs=1)
     except TarantellaError as error:
-        assert not distance(start, built.get_weights(), "weights")
         event(f"refused: {type(error).__name__}")
         return None
-    evaluation = model.evaluate(**sentence.data(), return_dict=True, **quiet)
-    logs = [logged(sentence, log) for log in (told.history, evaluation)]
-    return {"logs": logs, "weights": model.get_weights()}
-
-
-def logged(sentence, logs):
-    """Without the losses of single outputs, which in an eager step depend on the last batch."""
-    return {k: v for k, v in logs.items() if sentence.outputs == 1 or not k.endswith("_loss")}
 
 
 @asked_for(4)

@@ -10,7 +10,7 @@ import pytest
 
 from tarantella_pp.runtime.batch_step import BatchStep
 from tests.exactness import expected, layers, matrix, table
-from tests.exactness.trials import BY_MICRO_BATCH, DIFFERS, EXACT, REFUSED, Group, Judge, Verdict
+from tests.exactness.trials import BY_MICRO_BATCH, DIFFERS, EXACT, REFUSED, Judge, Verdict
 from tests.helpers.draws import more_asked_for
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
@@ -53,12 +53,6 @@ def test_every_kind_has_a_row(kind):
     assert table.PAGE.read_text().count(f"\n| {table.TITLES[kind]} | ") == 1
 
 
-def test_each_trial_of_a_group_is_cut():
-    kinds = layers.kinds()
-    group = Group([layers.trial(name, kinds[name]) for name in ("Conv2D", "LSTM", "Dense")])
-    assert len(group.pipeline(2, 4).plan.cuts) == len(group.trials) == 3
-
-
 def test_a_new_row_takes_the_place_of_the_old_one():
     verdicts = [
         Verdict("Dense", EXACT),
@@ -73,7 +67,7 @@ def test_a_new_row_takes_the_place_of_the_old_one():
 
 
 @pytest.mark.slow
-def test_a_pipeline_that_is_wrong_is_noticed_in_a_group(monkeypatch):
+def test_a_pipeline_that_is_wrong_is_noticed(monkeypatch):
     honest = BatchStep.loss_gradients
 
     def wrong(step, micro_batch):

@@ -60,6 +60,7 @@ class Case:
     compiled: Callable[[], dict[str, Any]]
     fit: dict[str, Any] = field(default_factory=dict)
     batch_statistics: bool = False  # differs from Keras with several micro-batches, and may
+    batch: int = BATCH
 
 
 def squared_of_largest(y_true, y_pred):
@@ -216,7 +217,7 @@ def make(case: Case, **options: Any) -> keras.Model:
 
 def finish(model: keras.Model, case: Case, epochs: int = EPOCHS) -> Outcome:
     """Trains a compiled model, evaluates it and predicts."""
-    quiet = {"batch_size": BATCH, "verbose": 0}
+    quiet = {"batch_size": case.batch, "verbose": 0}
     told = model.fit(case.x, case.y, epochs=epochs, shuffle=False, **quiet, **case.fit)
     weights = {k: v for k, v in case.fit.items() if k == "sample_weight"}
     evaluation = model.evaluate(case.x, case.y, return_dict=True, **quiet, **weights)

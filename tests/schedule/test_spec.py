@@ -27,23 +27,6 @@ rank 1: 1F0 1BW0 1F1 1BW1 1F2 1BW2
 """
 
 
-def order_of(schedule, stage):
-    rank = schedule.actions[schedule.placement[stage]]
-    return [(a.kind, a.micro_batch) for a in rank if a.stage == stage]
-
-
-def in_backward(schedule, stage):
-    """The most micro-batches between their B and W."""
-    own, begun, most = order_of(schedule, stage), set(), 0
-    for position, (kind, i) in enumerate(own):
-        if kind != "F":
-            begun.add(i)
-            most = max(most, len(begun))
-            if i not in [later for _, later in own[position + 1 :]]:
-                begun.remove(i)
-    return most
-
-
 @given(
     st.sampled_from(TRAINING_NAMES), st.integers(1, 3), st.sampled_from([1, 2]), st.integers(1, 7)
 )
@@ -58,7 +41,10 @@ def test_every_recipe_makes_legal_schedules(name, ranks, per_rank, micro_batches
     alone = ScheduleSpec.of(name, stages, 1).make(micro_batches)
     validate(lower(alone))
     assert alone.placement == (0,) * stages
-    assert sorted(map(str, alone.computations())) == sorted(map(str, alone.actions[0]))
+    for stage in range(stages):
+        both = on_one_rank(schedule), schedule
+        orders = [[a for a in one.computations() if a.stage == stage] for one in both]
+        assert orders[0] == orders[1]
 
 
 @given(st.sampled_from(TRAINING_NAMES), st.integers(1, 4), st.sampled_from([1, 2]), st.data())
@@ -81,8 +67,6 @@ def test_what_recomputing_stages_hold_all_of_is_known_for_every_recipe(name, ran
             if left[i] == sum(a.micro_batch == i for a in own):
                 whole.discard(i)
     assert list(schedule.held_whole(except_last)) == held
-    if not except_last:  # what is kept whole anyhow takes no more than the backward passes
-        assert held == [in_backward(schedule, stage) for stage in range(spec.num_stages)]
     assert list(found) == (held if name != SEARCHED else list(spec.in_flight(micro_batches)))
 
 
@@ -101,16 +85,6 @@ def test_what_recomputing_stages_hold_all_of_is_known_for_every_recipe(name, ran
 def test_how_often_stages_repeat_their_forward_pass(name, stages, micro_batches, all_but, repeated):
     found = ScheduleSpec.of(name, stages).repeated(micro_batches, range(stages), all_but)
     assert found == dict(enumerate(repeated))
-
-
-@given(
-    st.sampled_from(("gpipe", "1f1b", "eager-1f1b", "zb-h1")), st.integers(1, 4), st.integers(1, 8)
-)
-def test_on_one_rank_every_stage_keeps_its_order(name, stages, micro_batches):
-    spread = make_schedule(name, stages, micro_batches)
-    alone = on_one_rank(spread)
-    for stage in range(stages):
-        assert order_of(alone, stage) == order_of(spread, stage)
 
 
 @given(st.integers(1, 8), st.data())

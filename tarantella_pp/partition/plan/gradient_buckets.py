@@ -1,4 +1,4 @@
-"""In which portions the gradients of a stage are summed over replicas."""
+"""In which portions gradients are summed over replicas, and which replica updates a weight."""
 
 from __future__ import annotations
 
@@ -74,3 +74,19 @@ def _packed(graph: LayerGraph, weights: Sequence[int], tables: set[int], most: i
         if w not in tables:
             room[weight.dtype] = (left - weight.bytes, bucket)
     return tuple(map(tuple, buckets))
+
+
+def weight_replicas(sizes: Sequence[int], positions: Sequence[int], num_replicas: int) -> list[int]:
+    """Shares the weights of each rank of a pipeline out to its replicas, about as many elements.
+
+    Weights stay whole, for most optimizers look at all of a weight. The largest come first, each
+    to the replica with the fewest so far (Graham 1969): the fullest replica has at most 4/3 of
+    what it would have in the best of all cases. The same on all ranks.
+    """
+    found = [0] * len(sizes)
+    loads = {p: [(0, 0, replica) for replica in range(num_replicas)] for p in positions}
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        load, count, replica = min(loads[positions[i]])
+        found[i] = replica
+        loads[positions[i]][replica] = (load + sizes[i], count + 1, replica)
+    return found

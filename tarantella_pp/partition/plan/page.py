@@ -29,8 +29,7 @@ from tarantella_pp.partition.plan.plan_parts import StagePlan
 from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tarantella_pp.partition.plan.report import choice_lines
 from tarantella_pp.schedule import Compute
-from tarantella_pp.simulation.pipelines import PipelineStep
-from tarantella_pp.simulation.simulator import idle_fraction
+from tarantella_pp.simulation.simulator import StepTimeline, idle_fraction
 
 # Most rows of tables; who needs more reads the plan itself.
 MOST_ROWS, MOST_REPLICAS = 5000, 64
@@ -128,10 +127,9 @@ def _memory(plan: Plan) -> dict[str, Any]:
     return {"most": most, "end": max(ends) or 1, "parts": parts, "sums": sums, "fullest": fullest}
 
 
-def _timeline(plan: Plan, step: PipelineStep) -> dict[str, Any]:
+def _timeline(plan: Plan, step: StepTimeline) -> dict[str, Any]:
     """What each rank computes when, and where it waits; no ranks where that is too much."""
-    played = () if step.timeline is None else step.timeline.events
-    events = [[e for e in own if isinstance(e.action, Compute)] for own in played]
+    events = [[e for e in own if isinstance(e.action, Compute)] for own in step.events]
     if not 0 < sum(map(len, events)) <= MOST_BARS:
         return {"ranks": []}
     for rank, sums in enumerate(step.reductions):
@@ -167,7 +165,7 @@ def _timeline(plan: Plan, step: PipelineStep) -> dict[str, Any]:
     ticks = [format_seconds(length * i / 4) if in_seconds else f"{25 * i} %" for i in range(5)]
     return {
         "ranks": ranks,
-        "text": f"Timeline of {count(len(ranks), 'rank')} with schedule {step.schedule}",
+        "text": f"Timeline of {count(len(ranks), 'rank')} with schedule {step.name}",
         "left": 16 + 7.3 * longest,
         "length": length * scale,
         "computed": step.pipeline_seconds * scale,

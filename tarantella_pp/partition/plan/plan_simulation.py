@@ -21,11 +21,10 @@ from tarantella_pp.simulation.pipelines import (
     Network,
     NodeLayout,
     Nodes,
-    PipelineStep,
     pipeline_step,
     replicated_step,
 )
-from tarantella_pp.simulation.simulator import Costs, LinkCosts, StageCosts
+from tarantella_pp.simulation.simulator import Costs, LinkCosts, StageCosts, StepTimeline
 
 # Where the scaling curve ends.
 MOST_RANKS = 4096
@@ -33,7 +32,7 @@ MOST_RANKS = 4096
 SUMMING = 2.0
 
 
-def planned_step(plan: Plan) -> PipelineStep:
+def planned_step(plan: Plan) -> StepTimeline:
     """Plays the step of a plan on its machine, with all replicas: what all displays show."""
     # Plans from before they named a machine are played on any, with messages that take no time.
     machine = plan.machine or HardwareSpec(bandwidth=None, latency=0.0)
@@ -221,7 +220,7 @@ class PlanSimulation:
             except_last=index in self.plan.except_last,
         )
 
-    def step(self, num_ranks: int | None = None, *, blocking: bool = True) -> PipelineStep:
+    def step(self, num_ranks: int | None = None, *, blocking: bool = True) -> StepTimeline:
         """Plays the step of one replica."""
         # A schedule that is searched for holds no more than was planned.
         limit = [stage.in_flight for stage in self.plan.stages] if self._runs_own else None
@@ -253,7 +252,7 @@ class PlanSimulation:
         free = msgspec.structs.replace(self.machine, bandwidth=None, latency=0.0)
         return replace(self, machine=free, nodes=None)
 
-    def replicated(self, step: PipelineStep, num_replicas: int) -> PipelineStep:
+    def replicated(self, step: StepTimeline, num_replicas: int) -> StepTimeline:
         """Returns the step of several replicas, with the sums of their gradients."""
         buckets = [stage.reduced_bytes for stage in self.plan.stages]
         network = Network(self.machine.bandwidth, self.machine.latency)
@@ -261,7 +260,7 @@ class PlanSimulation:
             network = self._layout(self.nodes, step.num_ranks).network(self.machine.latency)
         return replicated_step(step, buckets, network, num_replicas)
 
-    def point(self, step: PipelineStep, num_replicas: int) -> ScalePoint:
+    def point(self, step: StepTimeline, num_replicas: int) -> ScalePoint:
         """Returns what the step of several replicas comes to."""
         step = self.replicated(step, num_replicas)
         seconds = step.step_seconds or math.inf
@@ -269,17 +268,17 @@ class PlanSimulation:
         speed_up = num_replicas * step.serial_seconds / seconds
         return ScalePoint(
             num_ranks, num_replicas, step.step_seconds, step.exposed_seconds, samples,
-            samples / seconds, speed_up, speed_up / num_ranks, step.timeline is not None,
+            samples / seconds, speed_up, speed_up / num_ranks, bool(step.events),
         )  # fmt: skip
 
-    def curve(self, step: PipelineStep, num_ranks: int | None = None) -> list[ScalePoint]:
+    def curve(self, step: StepTimeline, num_ranks: int | None = None) -> list[ScalePoint]:
         """Returns the steps on 2 to 4,096 ranks."""
         # Up to a rank for each stage there is one pipeline, whose ranks own several stages; then
         # 2, 4, 8 ... replicas of it, but for numbers that do not lie alike on their hosts.
         size = step.num_ranks
         # ZB-V needs its two stages on each rank, and a schedule of one's own names its ranks.
         custom = self._runs_own and self.plan.schedule_text is not None
-        shared = step.timeline is not None and self.schedule != "zb-v" and not custom
+        shared = step.events and self.schedule != "zb-v" and not custom
         fewer = [ranks for ranks in range(2, size) if shared and size % ranks == 0]
         alone = replace(self, num_replicas=1)
         points = [alone.point(alone.step(ranks), 1) for ranks in fewer]

@@ -182,7 +182,12 @@ def on_one_rank(
     return result
 
 
-def on_all_ranks(communicator: Communicator, what: str, work: Callable[[], Any]) -> None:
+def on_all_ranks(
+    communicator: Communicator,
+    what: str,
+    work: Callable[[], Any],
+    error: type[Exception] = ConfigurationError,
+) -> None:
     """Lets each rank do its part, without messages to others; where one fails, all fail."""
     failure: Exception | None = None
     try:
@@ -197,4 +202,4 @@ def on_all_ranks(communicator: Communicator, what: str, work: Callable[[], Any])
         raise failure
     for rank, reason in enumerate(reasons):
         if reason is not None:
-            raise ConfigurationError(f"Rank {rank} could not {what}: {reason}")
+            raise error(f"Rank {rank} could not {what}: {reason}")

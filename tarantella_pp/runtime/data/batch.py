@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.data import arrays_of, as_sliced
+from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
-from tarantella_pp.runtime.weights.process_groups import BatchShare, ProcessGroups
 
 READER = 0
 
@@ -65,6 +65,58 @@ def tensors_in(description: Any) -> list[tuple[list[int | None], str]]:
     found: list[tuple[list[int | None], str]] = []
     made_of(description, lambda *spec: found.append(spec))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShare:
+    """One replica's micro-batches of a batch.
+
+    The batch is cut as if one pipeline computed all of it, and each replica takes neighbouring
+    micro-batches. So the numbers do not depend on how many replicas there are.
+
+    A replica that gets none because the batch is too small runs the first sample nevertheless, for
+    all replicas must compile and exchange the same; what comes of it does not count.
+    """
+
+    sizes: tuple[int, ...]  # size of each micro-batch of the whole batch
+    first: int  # number of the replica's first micro-batch
+    count: int
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether no micro-batch is left for the replica."""
+        return not self.count
+
+    @property
+    def own_sizes(self) -> tuple[int, ...]:
+        """Size of each micro-batch that the replica runs."""
+        return self.sizes[self.first : self.first + self.count] or (1,)
+
+    @property
+    def own_rows(self) -> slice:
+        """The samples that it runs."""
+        begin = 0 if self.is_spare else sum(self.sizes[: self.first])
+        return slice(begin, begin + sum(self.own_sizes))
+
+    @property
+    def counted_rows(self) -> int:
+        """Number of the samples that it runs and that count."""
+        return 0 if self.is_spare else sum(self.own_sizes)
+
+
+def batch_shares(rows: int, num_micro_batches: int, num_replicas: int = 1) -> list[BatchShare]:
+    """Shares a batch among replicas."""
+    sizes = micro_batch_sizes(rows, num_micro_batches * num_replicas)
+    few, larger = divmod(len(sizes), num_replicas)
+    counts = [few + (replica < larger) for replica in range(num_replicas)]
+    return [BatchShare(sizes, sum(counts[:r]), count) for r, count in enumerate(counts)]
+
+
+def micro_batch_sizes(rows: int, num_micro_batches: int) -> tuple[int, ...]:
+    """Cuts a batch into micro-batches whose sizes differ by one at most."""
+    count = max(1, min(num_micro_batches, rows))
+    small, larger = divmod(rows, count)
+    return tuple(small + (i < larger) for i in range(count))
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ from tarantella_pp.runtime.data.batch import (
     READER,
     ArrayRows,
     Batch,
+    BatchShare,
     Need,
     describe,
     rebuild,
     tensors_in,
 )
-from tarantella_pp.runtime.weights.process_groups import BatchShare
 
 _HEADER_TAG, _NEWS_TAG, _DATA_TAG = 1, 2, 3
 # What stands for a number of samples where none follow.

@@ -25,7 +25,6 @@ from tarantella_pp.runtime.probes.parts import MEAN, SUM, opposite
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, Samples, samples_first
 from tarantella_pp.runtime.stage.side_effects import refuse_effects
 from tarantella_pp.runtime.stage.stage_module import StageModule
-from tarantella_pp.runtime.weights.remote_variables import is_stale
 
 # Samples to try a stage out with, of following micro-batches too; else the same ones once more.
 # Parts of these must have other samples each: two of [a b] would have the same mean as the whole.
@@ -46,11 +45,14 @@ class Pieces:
 class StageProbe:
     """Refuses a stage that would train something else in a pipeline, before any update.
 
-    `others` are weights of other stages: a function that reads one has no gradient for it.
+    `others` gives weights of other stages: a function that reads one has no gradient for it.
     """
 
     def __init__(
-        self, module: StageModule, others: Sequence[Any] = (), num_replicas: int = 1
+        self,
+        module: StageModule,
+        others: Callable[[], Sequence[Any]] = list,
+        num_replicas: int = 1,
     ) -> None:
         self._module = module
         self._others = others
@@ -120,8 +122,8 @@ class StageProbe:
     def _refuse_captured(self, trace: ProbeTrace) -> None:
         """Refuses weights that a function reads past their layers."""
         read = {id(variable) for variable in trace.function.graph.variables}
-        for weight in self._others:
-            if not is_stale(weight) and id(weight.value) in read:
+        for weight in self._others():
+            if id(weight.value) in read:
                 raise UnsupportedModelError(
                     f"Stage {self._module.boundary.index} reads weight '{weight.path}', whose "
                     "layer is in another stage: a Lambda or a layer reads it past that layer, so "

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.internals.functional import operation_fn, set_mask
+from tarantella_pp.internals.state import only_traced
 from tarantella_pp.internals.training import logits_of
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
@@ -23,7 +24,6 @@ from tarantella_pp.runtime.stage.stage_boundary import (
     StageBoundary,
     shape_and_dtype,
 )
-from tarantella_pp.runtime.weights.remote_variables import only_traced
 
 Activation = Callable[[tf.Tensor], tf.Tensor]
 

@@ -12,9 +12,9 @@ from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.functional import get_mask, operation_fn, set_mask
 from tarantella_pp.internals.training import added_losses
 from tarantella_pp.partition.graph.calls import Call
+from tarantella_pp.runtime.stage.batch_statistics import BatchStatistics
 from tarantella_pp.runtime.stage.model_outputs import as_logits, as_made
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageBoundary
-from tarantella_pp.runtime.weights.forward_state import BatchStatistics
 
 # Values and indices of a sparse gradient.
 Slices: TypeAlias = tuple[tf.Tensor, tf.Tensor]

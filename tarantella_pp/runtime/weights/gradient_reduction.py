@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -82,7 +81,7 @@ class GradientReduction:
         sent_as: str | None = None,
         owners: Mapping[Any, Sequence[int]] | None = None,
     ) -> None:
-        self._communicator = communicator
+        self.communicator = communicator
         self._sent_as = sent_as
         self._open: dict[Hashable, CollectiveRequest[Gradients]] = {}
         self._buckets: dict[Hashable, _Bucket] = {}
@@ -99,19 +98,11 @@ class GradientReduction:
     ) -> None:
         """Starts to add up the gradients of a bucket, of which some have fixed rows."""
         bucket = self._buckets[key]
-        if self._communicator.size == 1:
+        if self.communicator.size == 1:
             self._open[key] = finished(list(gradients))
         else:
             steps = self._steps(bucket, gradients, fixed)
-            self._open[key] = self._communicator.start(steps, bucket.label)
-
-    def progress(self) -> None:
-        """Moves on what has been started; never waits."""
-        self._communicator.progress()
-
-    def computing(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a computation; see `Communicator.computing`."""
-        return self._communicator.computing()
+            self._open[key] = self.communicator.start(steps, bucket.label)
 
     def finish(self, key: Hashable) -> Gradients:
         """Waits for the gradients of a bucket, added up over all replicas."""
@@ -120,7 +111,7 @@ class GradientReduction:
     def _steps(
         self, bucket: _Bucket, gradients: Sequence[Gradient], fixed: Collection[int]
     ) -> Steps[Gradients]:
-        ranks = self._communicator
+        ranks = self.communicator
         own = enumerate(map(kind_of, gradients))
         kinds = np.array([_FIXED - n if i in fixed and n > 0 else n for i, n in own], np.int64)
         theirs = ranks.start_allgather([kinds], tag=bucket.tag, label=f"kinds of {bucket.label}")
@@ -185,7 +176,7 @@ class GradientReduction:
         self, bucket: _Bucket, packed: _Array, places: dict[int, slice], tag: int
     ) -> _Sum:
         """Starts to add up a packed array, for all replicas or for its owners."""
-        ranks, wire = self._communicator, self._sent_as
+        ranks, wire = self.communicator, self._sent_as
         if bucket.owners is None:
             request = ranks.start_allreduce(packed, sent_as=wire, tag=tag, label=bucket.label)
             return _Sum(request, places)
@@ -220,7 +211,7 @@ class GradientReduction:
         else:
             values = to_buffer(cast(gradient.values, wire))
             indices = to_buffer(cast(gradient.indices, np.dtype(np.int64)))
-        return self._communicator.start_allgather(
+        return self.communicator.start_allgather(
             [values, indices],
             rows,
             tag=bucket.tag + 1 + 2 * len(bucket.dtypes) + i,

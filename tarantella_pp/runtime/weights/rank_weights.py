@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
-from tarantella_pp.partition.optimizer_slots import weight_replicas
-from tarantella_pp.partition.plan.gradient_buckets import gradient_buckets
+from tarantella_pp.partition.plan.gradient_buckets import gradient_buckets, weight_replicas
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.comm.tensor_buffers import variable_dtype
 from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction
-from tarantella_pp.runtime.weights.process_groups import ProcessGroups
 from tarantella_pp.runtime.weights.remote_variables import (
     StepCounter,
     initialize_deferred,
@@ -34,10 +33,10 @@ from tarantella_pp.runtime.weights.remote_variables import (
     make_remote,
 )
 from tarantella_pp.runtime.weights.shared_weights import (
+    Copies,
     TiedWeights,
     broadcast_variable,
     check_all_replicas,
-    spread_values,
 )
 from tarantella_pp.runtime.weights.value_stream import ValuePieces, ValueStream
 
@@ -159,10 +158,13 @@ class RankWeights:
         self._gradient_dtype = plan.gradient_dtype
         # Whether replicas update weights for each other (ZeRO-1).
         self.shares_out = plan.shard_optimizer and groups.num_replicas > 1
-        self._of_replicas: list[list[Any]] = [[] for _ in range(groups.num_replicas)]
+        updated: dict[int, list[Any]] = {}  # by the replica that does so
         for row in table.rows if self.shares_out else ():
             if row.trainable and row.owner == rank:
-                self._of_replicas[row.replica].append(row.variable)
+                updated.setdefault(row.replica, []).append(row.variable)
+        mine = updated.pop(groups.replica, [])
+        sent = dict.fromkeys(range(groups.num_replicas), mine)
+        self._updated = Copies(groups.peers, sent, updated)
 
     def start_alike(self) -> None:
         """Gives every rank the first rank's values: initial weights and seeds.
@@ -206,13 +208,13 @@ class RankWeights:
     def publish(self) -> None:
         """Gives other ranks the values of weights they have from this one; all must call it."""
         self.spread()
-        self.ties.publish()
-        self.ties.refresh()
+        self.ties.copies.publish()
+        self.ties.copies.refresh()
 
     def spread(self) -> None:
         """Gives all replicas the values that this one has updated for them, and takes theirs."""
-        if self.shares_out:
-            spread_values(self._of_replicas, self._peers)
+        self._updated.publish()
+        self._updated.refresh()
 
     def compare_replicas(self) -> None:
         """Refuses to go on if replicas have other weights; all must call it."""

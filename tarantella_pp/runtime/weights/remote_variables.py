@@ -77,11 +77,6 @@ class StepCounter:
         self._readable[id(variable)] = variable
 
 
-def only_traced() -> contextlib.AbstractContextManager[None]:
-    """Lets stale variables into graphs that are looked at and never run."""
-    return _meanwhile(_traced, True)
-
-
 def read_with(read: Callable[[Any], ValuePieces]) -> contextlib.AbstractContextManager[None]:
     """Lets stale variables be read, one at a time, from where their true value is."""
     return _meanwhile(_reader, read)
@@ -101,7 +96,6 @@ def _meanwhile(setting: contextvars.ContextVar[Any], value: Any) -> Iterator[Non
         setting.reset(before)
 
 
-_traced = contextvars.ContextVar("_traced", default=False)
 _only_own = contextvars.ContextVar("_only_own", default=False)
 _reader: contextvars.ContextVar[Callable[[Any], ValuePieces] | None] = contextvars.ContextVar(
     "_reader", default=None
@@ -186,7 +180,7 @@ class _Remote(keras.Variable):  # type: ignore[misc]
     @property
     def value(self) -> Any:
         """The value, which Keras asks for whenever it needs it."""
-        if self.passed and not _traced.get() and not needs_only_shapes():
+        if self.passed and not needs_only_shapes():
             return to_tensor(_found(self).whole())
         return super().value
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -10,13 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import ReplicaError
-from tarantella_pp.runtime.comm.collective import digest
+from tarantella_pp.runtime.comm.collective import digest, on_all_ranks
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor, value_of, variable_dtype
 from tarantella_pp.runtime.weights.gradient_reduction import DENSE, NOTHING, Gradient, kind_of
-from tarantella_pp.runtime.weights.process_groups import ProcessGroups
 
-_SIZES_TAG, _GRADIENTS_TAG, _VALUES_TAG, _UPDATED_TAG = 7, 8, 9, 17
+_SIZES_TAG, _GRADIENTS_TAG, _VALUES_TAG = 7, 8, 9
 _INDICES = np.dtype(np.int64)
 
 
@@ -39,6 +40,7 @@ class TiedWeights:
             for rank in others if communicator.rank == first else ():
                 self._borrowers.setdefault(rank, []).append(variable)
         self._tied = {id(variable) for variable, _ in weights}
+        self.copies = Copies(communicator, self._borrowers, self._lenders)
 
     @property
     def exist(self) -> bool:
@@ -78,20 +80,6 @@ class TiedWeights:
                     gradient = tf.IndexedSlices(*tensors, tf.constant(list(variable.shape)))
                 received.setdefault(id(variable), []).append(gradient)
         return received
-
-    def publish(self) -> None:
-        """Sends the values of weights that this rank has just trained to the others."""
-        for rank, variables in self._borrowers.items():
-            values = [to_buffer(tf.convert_to_tensor(variable.value)) for variable in variables]
-            self._communicator.send(values, rank, _VALUES_TAG, label="tied weights")
-
-    def refresh(self) -> None:
-        """Takes over the values of weights that other ranks have trained; waits for them."""
-        for rank, variables in self._lenders.items():
-            specs = [_specs(variable, DENSE)[0] for variable in variables]
-            values = self._wait(specs, rank, _VALUES_TAG, "tied weights")
-            for variable, value in zip(variables, values, strict=True):
-                variable.assign(to_tensor(value))
 
     def _wait(self, specs: Sequence[TensorSpec], rank: int, tag: int, label: str) -> list[Any]:
         return list(self._communicator.post_receive(specs, rank, tag, label=label).wait())
@@ -141,38 +129,49 @@ def broadcast_variable(variable: Any, root: int, ranks: Communicator) -> None:
         variable.assign(value)
 
 
-def spread_values(of_ranks: Sequence[Sequence[Any]], ranks: Communicator) -> None:
-    """Gives all ranks the values of variables that each of them has updated; all must call it.
+class Copies:
+    """Values of variables that ranks have from one another.
 
-    They go straight from one variable's memory into what becomes the others' memory.
+    They go straight from one variable's memory into what becomes the other's memory.
     """
-    label = "updated weights"
-    # Each rank begins with another one, so that none is sent everything at once.
-    others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
-    receives = {}
-    for rank in others:
-        specs = [TensorSpec(tuple(v.shape), variable_dtype(v)) for v in of_ranks[rank]]
-        if specs:
-            receives[rank] = ranks.post_receive(specs, rank, _UPDATED_TAG, label=label)
-    mine = [to_buffer(tf.convert_to_tensor(v)) for v in of_ranks[ranks.rank]]
-    for rank in others if mine else ():
-        ranks.send(mine, rank, _UPDATED_TAG, label=label)
-    for rank, request in receives.items():
-        for variable, value in zip(of_ranks[rank], request.wait(), strict=True):
-            variable.assign(to_tensor(value))
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        sent: Mapping[int, Sequence[Any]],
+        received: Mapping[int, Sequence[Any]],
+    ) -> None:
+        self._communicator = communicator
+        self._sent, self._received = sent, received
+        self._requests: dict[int, Any] = {}
+
+    def publish(self) -> None:
+        """Sends the values that this rank has updated; all ranks must call it."""
+        label, ranks = "updated weights", self._communicator
+        # Each rank begins with another one, so that none is sent everything at once.
+        others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
+        for rank in others:
+            if variables := self._received.get(rank):
+                specs = [_specs(variable, DENSE)[0] for variable in variables]
+                self._requests[rank] = ranks.post_receive(specs, rank, _VALUES_TAG, label=label)
+        for rank in others:
+            if variables := self._sent.get(rank):
+                values = [to_buffer(tf.convert_to_tensor(variable)) for variable in variables]
+                ranks.send(values, rank, _VALUES_TAG, label=label)
+
+    def refresh(self) -> None:
+        """Takes over the values that others have published; waits for them."""
+        for rank, request in self._requests.items():
+            for variable, value in zip(self._received[rank], request.wait(), strict=True):
+                variable.assign(to_tensor(value))
+        self._requests.clear()
 
 
 def check_all_replicas(variables: Sequence[Any], groups: ProcessGroups) -> None:
     """Compares the variables of all stages between replicas; all ranks must call it."""
-    problem = ""
-    try:
-        check_replicas(variables, groups.peers)
-    except ReplicaError as error:
-        problem = str(error)
     # All ranks raise, or those of other stages would wait for the ones that did.
-    for theirs in groups.world.allgather_json(problem):
-        if theirs:
-            raise ReplicaError(theirs)
+    compare = functools.partial(check_replicas, variables, groups.peers)
+    on_all_ranks(groups.world, "compare its weights with other replicas", compare, ReplicaError)
 
 
 def check_replicas(variables: Sequence[Any], communicator: Communicator) -> None:
@@ -189,21 +188,13 @@ def check_replicas(variables: Sequence[Any], communicator: Communicator) -> None
     if not different:
         return
     first = different[0]
-    owners: dict[str | None, list[str]] = {}
-    for rank, value in zip(communicator.world_ranks, found[first], strict=True):
-        owners.setdefault(value, []).append(str(rank))
-    values = "; ".join(
-        f"{value or 'nothing'} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
-        for value, ranks in owners.items()
-    )
-    name = _name(variables[first]) if first < len(variables) else f"number {first}"
+    hashes = zip(communicator.world_ranks, found[first], strict=True)
+    values = ", ".join(f"{value or 'nothing'} on rank {rank}" for rank, value in hashes)
+    variable = variables[first] if first < len(variables) else None
+    name = f"number {first}" if variable is None else repr(getattr(variable, "path", variable.name))
     raise ReplicaError(
         f"Variable {name} is not the same on all replicas. Received: hashes {values}. "
         f"{len(different)} of {len(found)} variables differ. Replicas stay equal as long as all of "
         "them begin with the same values and make the same steps: look for a callback, a layer or "
         "a script that writes weights on some ranks only, or with random numbers of its own."
     )
-
-
-def _name(variable: Any) -> str:
-    return repr(getattr(variable, "path", variable.name))

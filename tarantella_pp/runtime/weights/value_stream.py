@@ -20,9 +20,9 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.internals.model_files import goes_in_pieces
-from tarantella_pp.runtime.comm.buffers import numpy_dtype
+from tarantella_pp.runtime.comm.buffers import aligned_memory, numpy_dtype
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.comm.tensor_buffers import elements_of
+from tarantella_pp.runtime.comm.tensor_buffers import elements_of, to_tensor
 
 _REQUEST_TAG, _VALUE_TAG = 12, 13
 _REQUEST = TensorSpec((4,), np.dtype(np.int64))
@@ -144,36 +144,13 @@ def give_back(freed: int = _LARGE) -> None:
 _LIBRARY = ctypes.CDLL(None)
 
 
-class StoredArray(np.ndarray[Any, Any]):
-    """An array on the memory of a tensor, which TensorFlow takes instead of a copy.
-
-    What NumPy makes of it, a slice for example, is an array as any other.
-    """
-
-    _tensor: tf.Tensor | None = None
-
-    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
-        """Returns the tensor; of another dtype, or for what was made of the array, a copy."""
-        if self._tensor is not None and dtype in (None, self._tensor.dtype):
-            return self._tensor
-        return tf.convert_to_tensor(self.view(np.ndarray), dtype)
-
-
-def array_of(dataset: Any) -> StoredArray | None:
-    """Reads a large value; returns `None` for a small one, or of a dtype that is not a number's."""
+def tensor_of(dataset: Any) -> tf.Tensor | None:
+    """Reads a large value into memory that its variable takes over; `None` for any other one."""
     dtype = np.dtype(dataset.dtype)
     if not goes_in_pieces(dataset.shape, dtype) or not dtype.isnative:
         return None
     size = dataset.size * dtype.itemsize
     give_back(size)  # what the value before it has replaced
-    with tf.device("CPU:0"):
-        tensor = tf.raw_ops.Empty(shape=dataset.shape, dtype=tf.as_dtype(dtype))
-    begin = np.asarray(memoryview(tensor)).ctypes.data
-    # Nobody else has the tensor yet, so that it may be written to.
-    buffer: Any = (ctypes.c_char * size).from_address(begin)
-    buffer.tensor = tensor  # lives as long as any view of its memory
-    memory = np.frombuffer(buffer, dtype).reshape(dataset.shape)
+    memory = aligned_memory(size).view(dtype).reshape(dataset.shape)
     dataset.read_direct(memory)
-    array = memory.view(StoredArray)
-    array._tensor = tensor
-    return array
+    return to_tensor(memory)

@@ -13,11 +13,11 @@ import pytest
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime import autotune
 from tarantella_pp.runtime.comm.communicator import world
-from tarantella_pp.runtime.tracing import autotune
 from tarantella_pp.schedule import Schedule
-from tests.helpers.mpi import mpi_run
-from tests.helpers.rank_training import ROUNDING, check_numbers, facts_of, train_cases
+from tests.helpers.mpi import PYTHONS, mpi_run
+from tests.helpers.rank_training import ROUNDING, Run, train_and_check
 from tests.helpers.training import (
     CASES,
     SAMPLES,
@@ -39,55 +39,45 @@ from tests.zoo.models import mlp
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
 
-REPEATED = [("mlp", "gpipe"), ("long_skip", "1f1b"), ("tied_head", "zb-h1")]
-"""Models and schedules of stages that keep only the last micro-batches whole."""
-TWO = [  # model, stages, micro-batches, schedule, what is recomputed
-    ("masked_output", 2, 3, None),
-    ("embedding_adamw", 2, 3, "1f1b"),
-    ("dropout", 4, 3, "gpipe"),
-    ("long_skip", 4, 3, "interleaved"),
-    ("two_in_two_out", 4, 3, "zb-v"),
-    ("looked_up_again", 4, 3, "1f1b"),
-    ("merged_windows", 10, 3, "interleaved"),
-    *((name, 2, 4, schedule, "except_last") for name, schedule in REPEATED),
+TWO = [
+    Run("masked_output", 2, 3),
+    Run("embedding_adamw", 2, 3, "1f1b"),
+    Run("dropout", 4, 3, "gpipe"),
+    Run("long_skip", 4, 3, "interleaved"),
+    Run("two_in_two_out", 4, 3, "zb-v"),
+    Run("looked_up_again", 4, 3, "1f1b"),
+    Run("merged_windows", 10, 3, "interleaved"),
+    Run("mlp", 2, 4, "gpipe", recompute="except_last"),
+    Run("long_skip", 2, 4, "1f1b", recompute="except_last"),
+    Run("tied_head", 2, 4, "zb-h1", recompute="except_last"),
+    Run("two_in_two_out", 1, 2, replicas=2),
+    Run("masked_output", 1, 2, replicas=2),
+    Run("batch_norm", 1, 2, replicas=2),
+    Run("class_weight", 1, 8, replicas=2),
+    Run("positions", 1, 2, replicas=2),
 ]
 FOUR = [
-    ("long_skip", 4, 3, "gpipe"),
-    ("regularized", 4, 3, "1f1b"),
-    ("unreached", 4, 8, "1f1b"),
-    ("frozen", 4, 1, "gpipe"),
-    ("tied_blocks", 4, 3, "zb-h1"),
-    ("tied_head", 4, 8, "1f1b"),
+    Run("long_skip", 4, 3, "gpipe"),
+    Run("regularized", 4, 3, "1f1b"),
+    Run("unreached", 4, 8, "1f1b"),
+    Run("frozen", 4, 1, "gpipe"),
+    Run("tied_blocks", 4, 3, "zb-h1"),
+    Run("tied_head", 4, 8, "1f1b"),
+    Run("regularized", 2, 2, "zb-h1", replicas=2),
+    Run("tied_head", 2, 2, "1f1b", replicas=2),
+    Run("tied_blocks", 4, 2, "interleaved", replicas=2),
+    Run("dropout", 2, 2, "1f1b", replicas=2),
+    Run("batch_norm", 2, 1, "gpipe", replicas=2),
+    Run("embedding_adamw", 1, 3, replicas=4),
+    Run("unreached", 2, 8, "zb-h1", replicas=2),
 ]
 
 
-def train_and_check(ranks, cases):
-    options = ("num_stages", "num_micro_batches", "schedule", "recompute")
-    named = [(name, dict(zip(options, shape, strict=False))) for name, *shape in cases]
-    env = {"TNT_PROGRESS": "1"}  # messages move on while ranks compute, as between hosts
-    run = mpi_run(ranks, train_cases, named, timeout=300, env=env).check()
-    for i, (name, stages, micro_batches, schedule, *_) in enumerate(cases):
-        check_numbers(run, i, name, micro_batches)
-        facts = facts_of(run, i)
-        runs = 2 * sum(min(micro_batches, rows) for rows in (8, 8, 6))
-        for rank, fact in enumerate(facts):
-            ran = [stage for stage, _ in fact.ran]
-            own = [rank, stages - 1 - rank] if schedule == "zb-v" else range(rank, stages, ranks)
-            own = list(own)
-            assert sorted(set(ran)) == own, (name, rank)
-            assert len(ran) == runs * len(own)
-        slots = [slot for fact in facts for slot in fact.slots]
-        assert len(slots) == len(set(slots)), name
-
-
 @pytest.mark.slow
-def test_two_ranks():
-    train_and_check(2, TWO)
-
-
-@pytest.mark.slow
-def test_four_ranks():
-    train_and_check(4, FOUR)
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize(("ranks", "runs"), [(2, TWO), (4, FOUR)], ids=["2", "4"])
+def test_models_on_ranks(ranks, runs, python):
+    train_and_check(ranks, runs, python)
 
 
 def search_and_narrow(folder):

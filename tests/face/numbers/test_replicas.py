@@ -14,103 +14,12 @@ from tarantella_pp.models.make_plan import CORE, make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.communicator import world
-from tarantella_pp.runtime.weights.process_groups import batch_shares
 from tests.helpers.mpi import PYTHONS, mpi_run
-from tests.helpers.rank_training import (
-    BITS,
-    ROUNDING,
-    check_numbers,
-    data_of_rank,
-    facts_of,
-    train_cases,
-)
-from tests.helpers.training import (
-    BATCH,
-    CASES,
-    EPOCHS,
-    X,
-    Y,
-    adamw,
-    distance,
-    finish,
-    make,
-    use_float64,
-)
+from tests.helpers.rank_training import BITS, ROUNDING, data_of_rank
+from tests.helpers.training import BATCH, CASES, X, Y, adamw, distance, finish, use_float64
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
-
-OPTIONS = ("num_stages", "num_micro_batches", "schedule")
-SIZES = (8, 8, 6)
-"""Of the batches of an epoch of each case."""
-
-TWO = [  # model, stages, micro-batches of a replica, schedule; all others are replicas
-    ("two_in_two_out", 1, 2, None),
-    ("masked_output", 1, 2, None),
-    ("batch_norm", 1, 2, None),
-    ("class_weight", 1, 8, None),
-    ("positions", 1, 2, None),
-]
-FOUR = [
-    ("regularized", 2, 2, "zb-h1"),
-    ("tied_head", 2, 2, "1f1b"),
-    ("tied_blocks", 4, 2, "interleaved"),
-    ("dropout", 2, 2, "1f1b"),
-    ("batch_norm", 2, 1, "gpipe"),
-    ("embedding_adamw", 1, 3, None),
-    ("unreached", 2, 8, "zb-h1"),
-]
-
-
-def replicas_of(case, ranks):
-    return 2 if case[3] == "interleaved" else ranks // case[1]
-
-
-def train_and_check(ranks, cases, python):
-    named = []
-    for case in cases:
-        name, *shape = case
-        options = dict(zip(OPTIONS, shape, strict=True))
-        named.append((name, {**options, "num_replicas": replicas_of(case, ranks)}))
-    env = {"TNT_PROGRESS": "1"}  # sums move on while ranks compute, as between hosts
-    run = mpi_run(ranks, train_cases, named, timeout=300, env=env, python=python).check()
-    for i, case in enumerate(cases):
-        name, stages, micro_batches, _ = case
-        replicas = replicas_of(case, ranks)
-        check_numbers(run, i, name, micro_batches * replicas)
-        facts = facts_of(run, i)
-        size = ranks // replicas
-        for rank, fact in enumerate(facts):
-            assert fact.replicas == replicas
-            own = {stage for stage, _ in fact.ran}
-            assert len(own) == stages // size, (name, rank)
-            shares = [batch_shares(rows, micro_batches, replicas)[rank // size] for rows in SIZES]
-            rows = EPOCHS * sum(sum(share.own_sizes) for share in shares)
-            if name == "dropout":  # one micro-batch shows how much each draws
-                rows += shares[0].own_sizes[0]
-            assert sum(n for _, n in fact.ran) == rows * len(own), (name, rank)
-        # the ranks of a pipeline share the slots; each replica has all of them
-        slots = [sum(len(f.slots) for f in facts[i : i + size]) for i in range(0, ranks, size)]
-        assert slots == [len(serial_slots(name))] * replicas, name
-
-
-def serial_slots(name):
-    model = make(CASES[name])
-    model.optimizer.build(model.trainable_variables)
-    return [v for v in model.optimizer.variables if len(v.shape)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("python", PYTHONS)
-def test_two_replicas(python):
-    train_and_check(2, TWO, python)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("python", PYTHONS)
-def test_four_ranks(python):
-    train_and_check(4, FOUR, python)
-
 
 SHARDED = [
     ("regularized", 1, 2, "adamw"),

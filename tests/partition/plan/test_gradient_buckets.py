@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Weight
-from tarantella_pp.partition.plan.gradient_buckets import bucket_bytes, gradient_buckets
+from tarantella_pp.partition.plan.gradient_buckets import (
+    bucket_bytes,
+    gradient_buckets,
+    weight_replicas,
+)
 from tests.helpers.plans import chain_graph
 
 CHAIN = chain_graph(6, 8)
@@ -66,3 +72,26 @@ def test_each_trained_variable_is_in_one_bucket_of_its_stage(drawn, most):
 )
 def test_the_last_layers_come_first(most, expected):
     assert gradient_buckets(CHAIN, [0, 0, 0, 1, 1, 1], 2, most) == expected
+
+
+def fullest(sizes: list[int], owners: list[int], num_replicas: int) -> int:
+    return max(
+        sum(size for size, own in zip(sizes, owners, strict=True) if own == replica)
+        for replica in range(num_replicas)
+    )
+
+
+@given(st.lists(st.integers(0, 50), max_size=6), st.integers(1, 3))
+def test_no_replica_has_much_more_than_it_must(sizes: list[int], num_replicas: int) -> None:
+    owners = weight_replicas(sizes, [0] * len(sizes), num_replicas)
+    best = min(
+        fullest(sizes, [*choice], num_replicas)
+        for choice in itertools.product(range(num_replicas), repeat=len(sizes))
+    )
+    assert 3 * num_replicas * fullest(sizes, owners, num_replicas) <= (4 * num_replicas - 1) * best
+
+
+def test_the_largest_weights_of_a_rank_are_apart() -> None:
+    assert weight_replicas([4, 400, 4, 400, 300], [0] * 5, 2) == [1, 0, 1, 1, 0]
+    assert weight_replicas([4, 400, 4, 400, 300], [0, 1, 0, 1, 2], 2) == [0, 0, 1, 1, 0]
+    assert sorted(weight_replicas([0] * 6, [0] * 6, 3)) == [0, 0, 1, 1, 2, 2]

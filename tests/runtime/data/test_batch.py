@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime.data.batch import (
     describe,
+    micro_batch_sizes,
     rebuild,
     tensors_in,
 )
-from tarantella_pp.runtime.weights.process_groups import micro_batch_sizes
 
 pytestmark = pytest.mark.keras
 

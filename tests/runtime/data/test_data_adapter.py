@@ -9,10 +9,9 @@ import pytest
 import tensorflow as tf
 
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.data.batch import Need
+from tarantella_pp.runtime.data.batch import Need, batch_shares
 from tarantella_pp.runtime.data.data_adapter import DataFacts, FeedAdapter
 from tarantella_pp.runtime.data.data_feed import DataFeed
-from tarantella_pp.runtime.weights.process_groups import batch_shares
 
 pytestmark = pytest.mark.keras
 

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tarantella_pp.partition.optimizer_slots import shard_owners
 from tarantella_pp.runtime.comm.collectives import LARGEST_IN_ONE_ROUND
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction
-from tarantella_pp.runtime.weights.shared_weights import spread_values
+from tarantella_pp.runtime.weights.shared_weights import Copies
 from tests.helpers.mpi import MpiRun, find_mpiexec, mpi_run
 
 pytestmark = [
@@ -75,7 +74,7 @@ def packed_and_alone_over_several_steps(ranks: Communicator) -> None:
         order = [*buckets][ranks.rank % 2 :] + [*buckets][: ranks.rank % 2]
         for key in order:
             reduction.start(key, mine if key == "all" else [mine[names.index(key)]])
-        reduction.progress()
+        reduction.communicator.progress()
         packed = reduction.finish("all")
         for name, one in zip(names, packed, strict=True):
             expected = total([dense(name, rank, step) for rank in range(ranks.size)])
@@ -192,20 +191,6 @@ def every_dtype(ranks: Communicator) -> None:
 
 
 @case
-def gradients_may_die_and_sums_live_on(ranks: Communicator) -> None:
-    names = ["kernel", "bias"]
-    reduction = GradientReduction(ranks, {0: [weight(name) for name in names]})
-    kept = []
-    for step in range(6):
-        reduction.start(0, [tf.constant(dense(name, ranks.rank, step)) for name in names])
-        kept.append(reduction.finish(0))
-    for step, sums in enumerate(kept):
-        for name, one in zip(names, sums, strict=True):
-            expected = total([dense(name, rank, step) for rank in range(ranks.size)])
-            np.testing.assert_array_equal(one.numpy(), expected)
-
-
-@case
 def sums_for_their_owners_have_the_same_bits(ranks: Communicator) -> None:
     names = ["kernel", "bias", "table", "gamma", "scale", "kernel"]
     weights = [weight(name) for name in names]
@@ -233,15 +218,18 @@ def sums_for_their_owners_have_the_same_bits(ranks: Communicator) -> None:
 @case
 def values_of_their_owners(ranks: Communicator) -> None:
     weights = [weight(name, dtype) for dtype in ("float32", "bfloat16") for name in SHAPES]
-    owners = shard_owners([int(w.shape.num_elements()) for w in weights], ranks.size)
-    of_ranks = [
-        [w for w, owner in zip(weights, owners, strict=True) if owner == rank]
+    owners = [i % ranks.size for i in range(len(weights))]
+    received = {
+        rank: [w for w, owner in zip(weights, owners, strict=True) if owner == rank]
         for rank in range(ranks.size)
-    ]
+    }
+    mine = received.pop(ranks.rank)
+    copies = Copies(ranks, dict.fromkeys(received, mine), received)
     for step in range(2):
         for w in weights:
             w.assign(tf.fill(w.shape, tf.cast(10 * ranks.rank + step, w.dtype)))
-        spread_values(of_ranks, ranks)
+        copies.publish()
+        copies.refresh()
         for w, owner in zip(weights, owners, strict=True):
             assert (w.numpy() == 10 * owner + step).all()
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.weights.process_groups import ProcessGroups
+from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.weights.rank_weights import VariableTable
 
 pytestmark = pytest.mark.keras

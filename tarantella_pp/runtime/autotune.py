@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.tracing.machine import clock_offset
-from tarantella_pp.runtime.tracing.recorder import (
+from tarantella_pp.runtime.comm.machine import clock_offset
+from tarantella_pp.runtime.recorder import (
     RecordedStep,
     StepRecord,
     gather_steps,

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.partition.plan.plan_parts import rank_in_job
 from tarantella_pp.runtime.comm.collectives import CollectiveRequest
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
+from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor, value_of
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,13 @@ class ProcessGroups:
         cls, world: Communicator, num_replicas: int, placement: str = "pipelines-together"
     ) -> ProcessGroups:
         """Makes the groups; all ranks of the job must call it."""
-        size = world.size // num_replicas
-        world_ranks = tuple(
-            tuple(rank_in_job(r, p, num_replicas, size, placement) for p in range(size))
-            for r in range(num_replicas)
-        )
+        size, together = world.size // num_replicas, placement == "pipelines-together"
+        ranks = np.arange(world.size).reshape((-1, size) if together else (size, -1))
+        ranks = ranks if together else ranks.T
+        world_ranks = tuple(tuple(row) for row in ranks.tolist())
         if num_replicas == 1:
             return cls(world, world, Communicator(), world_ranks)
-        places = {rank: (r, p) for r, row in enumerate(world_ranks) for p, rank in enumerate(row)}
-        replica, position = places[world.rank]
+        replica, position = np.argwhere(ranks == world.rank)[0].tolist()
         return cls(world, world.split(replica), world.split(position), world_ranks)
 
     @property
@@ -58,58 +55,6 @@ class ProcessGroups:
     def replica(self) -> int:
         """The pipeline that this rank belongs to."""
         return self.peers.rank
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShare:
-    """One replica's micro-batches of a batch.
-
-    The batch is cut as if one pipeline computed all of it, and each replica takes neighbouring
-    micro-batches. So the numbers do not depend on how many replicas there are.
-
-    A replica that gets none because the batch is too small runs the first sample nevertheless, for
-    all replicas must compile and exchange the same; what comes of it does not count.
-    """
-
-    sizes: tuple[int, ...]  # size of each micro-batch of the whole batch
-    first: int  # number of the replica's first micro-batch
-    count: int
-
-    @property
-    def is_spare(self) -> bool:
-        """Whether no micro-batch is left for the replica."""
-        return not self.count
-
-    @property
-    def own_sizes(self) -> tuple[int, ...]:
-        """Size of each micro-batch that the replica runs."""
-        return self.sizes[self.first : self.first + self.count] or (1,)
-
-    @property
-    def own_rows(self) -> slice:
-        """The samples that it runs."""
-        begin = 0 if self.is_spare else sum(self.sizes[: self.first])
-        return slice(begin, begin + sum(self.own_sizes))
-
-    @property
-    def counted_rows(self) -> int:
-        """Number of the samples that it runs and that count."""
-        return 0 if self.is_spare else sum(self.own_sizes)
-
-
-def batch_shares(rows: int, num_micro_batches: int, num_replicas: int = 1) -> list[BatchShare]:
-    """Shares a batch among replicas."""
-    sizes = micro_batch_sizes(rows, num_micro_batches * num_replicas)
-    few, larger = divmod(len(sizes), num_replicas)
-    counts = [few + (replica < larger) for replica in range(num_replicas)]
-    return [BatchShare(sizes, sum(counts[:r]), count) for r, count in enumerate(counts)]
-
-
-def micro_batch_sizes(rows: int, num_micro_batches: int) -> tuple[int, ...]:
-    """Cuts a batch into micro-batches whose sizes differ by one at most."""
-    count = max(1, min(num_micro_batches, rows))
-    small, larger = divmod(rows, count)
-    return tuple(small + (i < larger) for i in range(count))
 
 
 class ReplicaExchange:
@@ -149,6 +94,14 @@ class ReplicaExchange:
         array = to_buffer(tensor)[: own * per_sample]  # a replica without samples has one to run
         counts = [count * per_sample for count in rows]
         return self._peers.start_allgather([array], counts, label="samples of replicas")
+
+    def values_of_all(self, variables: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
+        """The value of each variable on every replica; all values travel at once."""
+        label = "state of forward passes"
+        requests = [
+            self._peers.start_allgather([value_of(v)[None]], label=label) for v in variables
+        ]
+        return [request.wait()[0] for request in requests]
 
     def begin_metrics(self, variables: Sequence[Any]) -> None:
         """Has the metrics of all replicas but the first count from zero; see `merge_metrics`."""

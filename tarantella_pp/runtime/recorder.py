@@ -192,7 +192,7 @@ class RecordedStep:
         serial = sum(
             span.end - span.start for spans in self.spans for span in spans if _computes(span)
         )
-        return StepTimeline(self.schedule.name, events, serial, (0.0,) * len(events))
+        return StepTimeline.of_events(self.schedule, events, serial, (0.0,) * len(events))
 
     def messages(self) -> Iterator[tuple[Transfer, Span, Span]]:
         """Iterates over the messages: the send as an action, its span and the wait's."""

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tarantella_pp.runtime.weights.process_groups import batch_shares, micro_batch_sizes
+from tarantella_pp.runtime.data.batch import batch_shares, micro_batch_sizes
 from tests.helpers.draws import examples
 
 

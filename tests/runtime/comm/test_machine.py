@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from tarantella_pp.internals.training import Gpu
+from tarantella_pp.runtime.comm import machine
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.tracing import machine
 
 
 class Link(Communicator):

@@ -1,1 +1,0 @@
-"""What happened when: recorded steps, their costs, their trace, profiles."""

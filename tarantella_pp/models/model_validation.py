@@ -124,7 +124,7 @@ def check_micro_batches(extracted: ExtractedModel, num_micro_batches: int) -> No
 
 
 def warn_of_batch_statistics(extracted: ExtractedModel, num_micro_batches: int) -> None:
-    """Warns where the numbers differ from plain Keras."""
+    """Warns where the numbers differ from plain Keras, with layers frozen as they are now."""
     names = [layer.name for layer in _batch_norms(extracted)]
     if len(names) > _NAMED:
         names = [*names[:_NAMED], f"and {len(names) - _NAMED} more"]

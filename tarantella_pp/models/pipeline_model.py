@@ -165,8 +165,6 @@ class PipelineModel(TrainingLoops, CollectiveModel):
                 check_every=check_replicas,
             )  # fmt: skip
             self._engine.weights.start_alike()
-        if self._engine.prints:
-            model_validation.warn_of_batch_statistics(extracted, micro_batches)
         if model.compiled:
             self._compile_as(model)
 
@@ -255,6 +253,8 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             self._optimizer_state = state
             self._renew()
         if self._engine.prints:
+            micro_batches = self.plan.num_micro_batches * self.plan.num_replicas
+            model_validation.warn_of_batch_statistics(self._engine.extracted, micro_batches)
             model_validation.warn_of_compilation(given.arguments)
 
     def _divided(self, optimizer: Any) -> OptimizerState | None:

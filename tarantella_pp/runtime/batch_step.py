@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 
 from tarantella_pp.internals.optimizers import loss_scale
+from tarantella_pp.runtime.comm.process_groups import ReplicaExchange
 from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.loss import LossArguments, LossValue
+from tarantella_pp.runtime.probes.stage_probe import StageProbe
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor
-
-if TYPE_CHECKING:
-    from tarantella_pp.runtime.rank_stages import RankStages
 
 _T = TypeVar("_T")
 
@@ -26,7 +25,9 @@ class BatchStep:
     def __init__(
         self,
         batch: Batch,
-        stages: RankStages,
+        probes: Mapping[int, StageProbe],
+        model_inputs: Sequence[Sequence[int]],
+        exchange: ReplicaExchange,
         compiled: Compilation | None = None,
         *,
         training: bool = False,
@@ -36,8 +37,9 @@ class BatchStep:
         self.batch = batch
         self.sizes = batch.share.own_sizes  # of the micro-batches of this replica
         self.results: list[Sequence[tf.Tensor]] = [()] * len(self.sizes)
-        self._stages = stages
-        self._exchange = stages.exchange
+        self._probes = probes
+        self._model_inputs = model_inputs
+        self._exchange = exchange
         self._compiled = compiled
         self._update = None if compiled is None else compiled.update
         self._metrics = None if compiled is None else compiled.metrics
@@ -65,7 +67,7 @@ class BatchStep:
 
     def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
         """The model inputs of a stage."""
-        return [self._pieces[i][micro_batch] for i in self._stages.model_inputs[stage]]
+        return [self._pieces[i][micro_batch] for i in self._model_inputs[stage]]
 
     def share(self, micro_batch: int) -> float:
         """The share of a micro-batch in the batch."""
@@ -75,7 +77,7 @@ class BatchStep:
         self, stage: int, micro_batch: int, inputs: Sequence[tf.Tensor], losses: tf.Tensor
     ) -> None:
         """Takes the losses that a stage's layers add for a micro-batch."""
-        probe = self._stages.probes[stage]
+        probe = self._probes[stage]
         probe.settle(self.sizes[micro_batch], inputs, losses, self.training)
         if not self.batch.share.is_spare:
             factors = probe.factors(self.training, self.share(micro_batch))
@@ -83,7 +85,7 @@ class BatchStep:
 
     def added_factors(self, stage: int, micro_batch: int) -> tf.Tensor:
         """The gradient of the loss of the batch by each added loss, scaled like the loss."""
-        factors = self._stages.probes[stage].factors(self.training, self.share(micro_batch))
+        factors = self._probes[stage].factors(self.training, self.share(micro_batch))
         return factors if self._scale is None else factors * self._scale
 
     def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:

@@ -232,8 +232,10 @@ class Engine:
     def _step(self, batch: Batch, compiled: Compilation | None, *, training: bool) -> BatchStep:
         """A step, with loss and metrics if compiled."""
         reports = compiled is not None and not self.shared_logs.reports_late
+        stages = self.stages
         return BatchStep(
-            batch, self.stages, compiled, training=training,
+            batch, stages.probes, stages.model_inputs, stages.exchange, compiled,
+            training=training,
             report=self.shared_logs.report if reports else None,
         )  # fmt: skip
 

@@ -55,13 +55,13 @@ from benchmarks.training.against_fit import BatchSeconds
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
-from tarantella_pp.runtime.autotune import MEASURED, WARM_UP
 from tarantella_pp.runtime.recorder import (
     RecordedStep,
     alike,
     measured_costs,
     work_between,
 )
+from tarantella_pp.runtime.step_schedules import MEASURED, WARM_UP
 from tarantella_pp.simulation import simulate
 from tests.zoo.sized_models import BUILDERS, ROWS, data_for
 

@@ -39,7 +39,6 @@ from rich.table import Table
 
 import tarantella_pp as tnt
 from tarantella_pp.models import pipeline_model
-from tarantella_pp.runtime.autotune import MEASURED, WARM_UP
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.comm.machine import clock_offset
 from tarantella_pp.runtime.recorder import (
@@ -48,6 +47,7 @@ from tarantella_pp.runtime.recorder import (
     measured_costs,
     work_between,
 )
+from tarantella_pp.runtime.step_schedules import MEASURED, WARM_UP
 from tarantella_pp.schedule import TRAINING_NAMES, Schedule, bubble_fraction, lower
 from tarantella_pp.simulation import Costs, simulate
 from tests.zoo.sized_models import BUILDERS, ROWS, data_for

@@ -13,7 +13,7 @@ import pytest
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tarantella_pp.runtime import autotune
+from tarantella_pp.runtime import step_schedules
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.schedule import Schedule
 from tests.helpers.mpi import PYTHONS, mpi_run
@@ -84,7 +84,7 @@ def search_and_narrow(folder):
     """Trains with a schedule that is searched for, with one of the user's, and in bfloat16."""
     use_float64()
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(autotune, "MEASURED", 1)
+    monkeypatch.setattr(step_schedules, "MEASURED", 1)
     found = {}
     model = make(CASES["mlp"], num_stages=4, num_micro_batches=3, schedule="zb-auto")
     found["planned"] = [stage.in_flight for stage in model.plan.stages]

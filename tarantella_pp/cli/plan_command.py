@@ -107,7 +107,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 
 def _compared(planner: Planner, options: Settings, own: dict[str, tuple[int, ...]]) -> Comparison:
-    """Prices the largest stage of our plan, of the rules' and of what is given."""
+    """Prices the largest stage of our plan, of the rules' plans and of a given balance."""
     import numpy as np
 
     from tarantella_pp.partition.baselines import OURS, Comparison, by_rules

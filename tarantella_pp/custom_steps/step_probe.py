@@ -41,8 +41,8 @@ from tarantella_pp.runtime.stage.graph_split import has_effect
 
 # Thirds in the parts of each trial: as they are, changed, and changed in another way.
 _PARTS = ((1, 2), (2, 1), (1, 2))
-# Samples of a trial. Those of a batch, as far as there are so many: a step may treat some samples
-# in another way, such as those of a rare class.
+# Bounds of the samples of a trial, else as many as the batch has: a step may treat some samples,
+# such as a rare class, in another way.
 _LEAST_ROWS, _MOST_ROWS = 6, 48
 
 _OTHERWISE = (
@@ -53,7 +53,7 @@ _OTHERWISE = (
 
 
 class StepKinds(NamedTuple):
-    """How each value of a batch follows from those of the replicas; the same on all of them."""
+    """How each value of a batch follows from the replicas' values; the same on all of them."""
 
     gradients: list[list[str | None]]  # by update and variable
     # By update the variables whose slices are at the same places whatever the samples are

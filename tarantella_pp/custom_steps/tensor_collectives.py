@@ -75,8 +75,8 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
     begin with the same weights.
 
     Args:
-        variables: Keras or TensorFlow variables, in the same order on all ranks: those of a model,
-            and those of an optimizer that is built.
+        variables: Keras or TensorFlow variables, in the same order on all ranks: a model's,
+            and a built optimizer's.
         root: The rank whose values all get.
 
     Raises:

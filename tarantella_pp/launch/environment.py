@@ -70,9 +70,9 @@ def number_of(environ: Mapping[str, str], name: str) -> int | None:
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     """Reads off the environment whether a launcher started this process, without touching MPI.
 
-    A shell inside a job passes on the variables of its own launcher, beside those of the launcher
-    in use. The largest number counts: MPI itself corrects one that is too large; with one that is
-    too small each process would train alone.
+    A shell inside a job passes on the variables of its own launcher, beside the variables of
+    the launcher in use. The largest number counts: MPI itself corrects one that is too large; with
+    one that is too small each process would train alone.
     """
     environ = os.environ if environ is None else environ
     ours = environ.get(SIZE_VARIABLE, "")

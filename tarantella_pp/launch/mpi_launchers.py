@@ -31,7 +31,7 @@ _BETWEEN_SECONDS = 0.1
 _SHELL_OF_PRTE, _SHELL_OF_ORTE = "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"
 _OPTIONS_OF_PRTE = "PRTE_MCA_plm_ssh_args"
 # Variables that say which rank a process is. In a shell that a launcher started, as inside `srun`,
-# they are those of another job than the one to be started.
+# they belong to another job than the one to be started.
 _OF_ANOTHER_JOB = re.compile(
     r"(OMPI_(COMM_WORLD|UNIVERSE|APP_CTX|FIRST_RANKS|NUM_APP_CTX)|PMIX_(?!MCA_)|MV2_COMM_WORLD_"
     r"|PMI_(APPNUM|FD|ID|JOBID|LOCAL_RANK|LOCAL_SIZE|PORT|RANK|SIZE|SPAWNED|UNIVERSE_SIZE)\b"

@@ -138,8 +138,8 @@ class Record:
     met: bool = False  # whether it had started MPI when its script ended
     hidden_lines: int = 0  # that it has printed and nobody saw
     unexplained: bool = False  # whether MPI may have ended it, for another one
-    stopped: bool = False  # whether it was told to end
-    order: int = 0  # of its last state among those of all ranks
+    stopped: bool = False  # whether a signal asked it to end
+    order: int = 0  # of its last state among all ranks' states
 
     @property
     def is_over(self) -> bool:

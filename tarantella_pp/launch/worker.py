@@ -161,7 +161,7 @@ def _keep(rank: int, child: int, said: mmap.mmap, begin: float) -> int:
 
 
 def _status_of(child: int) -> int | None:
-    """Takes the exit codes of ended children, adopted ones included; returns that of one."""
+    """Takes the exit codes of ended children, adopted ones included; returns the child's."""
     found = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

@@ -136,7 +136,7 @@ class Sequential(Model):
     """A stack of layers that is trained on all ranks; see `Model`.
 
     Args:
-        layers: The layers, of which the first is a `keras.Input`; or a built `keras.Sequential`.
+        layers: The layers, a `keras.Input` first; or a built `keras.Sequential`.
         name: Name of the model.
         **options: See `Model`.
 

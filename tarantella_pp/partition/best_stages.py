@@ -99,7 +99,7 @@ def given_solution(costs: StageCostModel, options: Settings, assignment: Sequenc
 
 @dataclass(frozen=True)
 class _Problem:
-    """What stages cost, and what is asked of them."""
+    """What stages cost, and what they must keep to."""
 
     costs: StageCostModel
     options: Settings

@@ -41,7 +41,7 @@ def summed(
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Operations that can be told apart, in a topological order.
+    """Blocks of operations that a cut may separate, in a topological order.
 
     Operations that must share a stage are one block, with all that lies between them.
     """
@@ -102,8 +102,8 @@ class Blocks:
     def segments(self) -> npt.NDArray[np.int64]:
         """Segment of each operation: a set with anything of one has all of those before.
 
-        They part at blocks that all others come before or behind: the only ends of what is before
-        them, and the only beginnings of what is behind.
+        They part at blocks that all others come before or behind: what lies before them
+        has no other end, what lies behind them no other beginning.
         """
         count = len(self)
         first = [min(after, default=count) for after in self.after]

@@ -25,7 +25,7 @@ from tarantella_pp.partition.plan.plan_parts import CutEdge
 
 # Most boxes of a stage; more operations share boxes.
 MOST_BOXES = 24
-# What fits in a box, and most lines of what is shown when one points at something.
+# What fits in a box, and most lines of the note that is shown when one points at something.
 TITLE_CHARACTERS, NOTE_CHARACTERS, MOST_LINES = 23, 27, 16
 # Pixels: a column has room for links to the left of its boxes, and for labels behind it.
 BOX_WIDTH, BOX_HEIGHT, PITCH = 186, 36, 48

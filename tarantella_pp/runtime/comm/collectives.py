@@ -259,8 +259,8 @@ def _combine_segments(
     if not mine.size:
         return empty(mine.shape, mine.dtype)
     parts = [receives[r].wait()[0] if r in receives else mine for r in range(channel.size)]
-    # Rank 0 must not overwrite its own part, which is the memory of the caller; that of rank 1 has
-    # been received.
+    # Rank 0 must not overwrite its own part, which is the caller's memory; rank 1's part was
+    # received.
     out = parts[channel.rank == 0] if rows is None else rows[channel.rank]
     _combine(parts, combine, out)
     return out

@@ -325,8 +325,8 @@ def _channel_of_all(mpi: Any) -> Channel:
     waiter = Waiter(mpi.COMM_WORLD.Get_rank(), limits, tuple, wakeup, str)
     copies = []
     everyone = range(mpi.COMM_WORLD.Get_size())
-    # One copy for tensors, one for announcements: their tags cannot mix, nor with those of a
-    # user who calls MPI.
+    # One copy for tensors, one for announcements: their tags cannot mix, nor with tags of
+    # a user who calls MPI.
     for _ in range(2):
         copy, request = mpi.COMM_WORLD.Idup()
         waiter.until(request.Test, lambda: "all ranks to start", everyone)

@@ -32,8 +32,8 @@ class Wakeup:
     """
 
     def __init__(self) -> None:
-        # Where others ring, of which host, and which cores this process may use, for a job may have
-        # few of a host's; empty where there are no such sockets
+        # Where others ring, on which host, and the cores that this process may use (a job may have
+        # few of a host's); empty where there are no such sockets
         self.address: list[Any] = []
         self.neighbours = 1  # how many ranks this one reaches, itself included
         self.crowded = False  # whether these have fewer cores than they are

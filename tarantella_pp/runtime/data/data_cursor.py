@@ -99,7 +99,7 @@ class DataCursor:
             yield batch
 
     def _begin(self, is_counted: bool = False) -> int | None:
-        """Begins a pass, or goes on with one that had been interrupted after so many batches."""
+        """Begins a pass, or goes on with one; returns how many batches to skip."""
         skips, self._skips = self._skips, None
         self._is_unread = False
         if skips is None:

@@ -138,7 +138,7 @@ class DataFeed:
         except Exception as error:
             part = ReadPart(_FAILED, f"{type(error).__name__}: {error}".encode(), failure=error)
         own = self._communicator.rank
-        # A structure that all know is not told again.
+        # A structure that all know is not sent again.
         news = b"" if part.signature == self._announced.get(own) else part.signature
         header, text = np.array([part.rows, len(news)], np.int64), np.frombuffer(news, np.uint8)
         for rank in range(self._communicator.size):
@@ -244,7 +244,7 @@ class DataFeed:
         return inputs, targets, (y_struct, w_struct)
 
     def _wanted(self, need: Need, count: int) -> Sequence[int]:
-        """The inputs that a rank gets, of so many."""
+        """The inputs that a rank gets, out of `count`."""
         return need.inputs
 
     def _batch(self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any]) -> Batch:

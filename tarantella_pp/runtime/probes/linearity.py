@@ -24,7 +24,7 @@ _LINEAR = {
     *("DynamicStitch", "ReverseV2"),
 }
 # They do if one thing that they are given follows from samples; so do gradients of what follows
-# from weights, quotients of what is divided, and choices by what does not follow from samples.
+# from weights, quotients in their numerator, and choices by other conditions.
 _PRODUCTS = {"Mul", "MulNoNan", "MatMul", "BatchMatMulV2", "Einsum"}
 _QUOTIENTS = {"RealDiv", "Div", "DivNoNan"}
 _CHOICES = {"Select", "SelectV2"}
@@ -54,7 +54,7 @@ def uses_of_sums(
 
 
 def nonlinear(tensors: Sequence[tf.Tensor], follows: set[tf.Operation]) -> tf.Operation | None:
-    """An operation that makes of a sum over samples what those of parts do not add up to.
+    """An operation whose results for parts do not add up to its result for a sum over samples.
 
     What functions do that are called, such as branches and loops, is not looked at.
     """

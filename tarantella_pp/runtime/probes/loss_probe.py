@@ -99,7 +99,7 @@ def _tried(loss: Any, y: Any, shapes: Sequence[Shape]) -> tuple[str | None, str]
 
 
 def value_kinds(loss: Any, shape: Shape, y: Any = None) -> frozenset[str] | None:
-    """Tells how the values of a loss follow from those of parts; `None` if it takes no targets.
+    """Says how a loss follows from the losses of parts; `None` if it takes no targets.
 
     A loss that looks at several samples only where some of them are rare, or of a certain size or
     sign, shows itself with one of several kinds of data.

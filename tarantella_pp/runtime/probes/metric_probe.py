@@ -38,8 +38,8 @@ def why_not_by_parts(
 ) -> str | None:
     """Tries whether what parts of a batch add to metrics is what the batch adds.
 
-    The targets that are tried are those of the batch, and once more with zeros among them; outputs
-    and masks are made up. Nothing changes: neither the metrics nor any other state.
+    Targets are the batch's, and are tried once more with zeros among them; outputs and masks are
+    made up. Nothing changes: neither the metrics nor any other state.
     """
     rows, rng = sum(PARTS), np.random.default_rng(0)
     names = [metric.name for metric in metrics.metrics for _ in metric.variables]
@@ -52,7 +52,7 @@ def why_not_by_parts(
             return "a metric does more than to change its own variables"
         zeros = tf.nest.map_structure(_with_zeros, (y, weight))
         masked = [_masked(result, rng) for result in results]
-        # What looks at the share of zeros, or of what is masked, shows itself the second time.
+        # What looks at the share of zeros, or of masked values, shows itself the second time.
         for tried in (examples, (zeros[0], masked, zeros[1])):
             tensors = dense_tensors(tried)
             found = probe.compare(rows, PARTS, functools.partial(rows_of, tensors))
@@ -90,7 +90,7 @@ def _probe(
 
 
 def _made_up(spec: tf.TensorSpec, y: Any, rows: int, rng: np.random.Generator) -> tf.Tensor:
-    """Outputs of which nothing is alike; dimensions that vary are those of the targets."""
+    """Outputs without two like values; dimensions that vary are as in the targets."""
     known = dense_tensors((y,))[0].shape
     shape = [
         size if size is not None else known[i] if i < len(known) else 2

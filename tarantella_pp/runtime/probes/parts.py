@@ -126,7 +126,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Compared:
-    """A whole and its parts, all of which began with the same state."""
+    """A whole and its parts; all began with the same state."""
 
     start: list[Array]
     whole: Outcome
@@ -135,7 +135,7 @@ class Compared:
     tolerance: float
 
     def kinds(self, place: int, largest: float = 0.0) -> frozenset[str]:
-        """The kinds that a value may be of; those of parts began with nothing."""
+        """The kinds that a value may be of; values of parts began with nothing."""
         each = [part.values[place] for part in self.parts]
         whole = self.whole.values[place]
         return kinds_of(0.0, whole, each, self.shares, self.tolerance, largest)
@@ -156,7 +156,7 @@ class Compared:
 class PartsProbe:
     """Runs a traced function on samples and on parts of them, in numbers as wide as can be.
 
-    Random numbers are drawn for the whole, and each part is given those of its samples: it would
+    Random numbers are drawn for the whole, and each part is given its samples' numbers: it would
     draw others by itself. Nothing changes: the function writes copies of its variables.
 
     Attributes:
@@ -266,7 +266,7 @@ class PartsProbe:
     def _axes_of_draws(
         self, fewer: Sequence[tf.Tensor], whole: Outcome, start: list[Array]
     ) -> list[int | None]:
-        """Along which dimension random numbers are those of samples, if along any."""
+        """Along which dimension random numbers belong to samples, if along any."""
         if not self._draws:
             return []
         self._restore(start)

@@ -125,8 +125,8 @@ class ProbeTrace:
     ) -> StageKinds:
         """Runs the stage on samples and on parts of them.
 
-        `factors` is what added losses count in the loss. In that of a part those that are means
-        count by its share of the samples, and those that are `sums`, 1 each, as they are.
+        `factors` says what each added loss counts in the loss. In the loss of a part, means count
+        by the part's share of the samples, and `sums` (1 for each that is one) as they are.
         """
 
         def given(rows: slice) -> list[tf.Tensor]:
@@ -273,7 +273,7 @@ def _random_numbers() -> Any:
 
 
 def _pattern(tensor: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
-    """Numbers of both signs with no simple relation between them: of a part, those of the whole.
+    """Numbers of both signs with no simple relation between them: a part has the whole's.
 
     Zeros of what has no row, or no equal number of rows, for each sample.
     """

@@ -229,7 +229,7 @@ def _added_kinds(trace: ProbeTrace, samples: Samples) -> Array:
 
 
 def _gradients_add_up(trace: ProbeTrace, samples: Samples, factors: Array, sums: Array) -> bool:
-    """Whether losses, of which some are sums and the others means, have such gradients, too."""
+    """Whether losses, some sums and the others means, have such gradients, too."""
     found = trace.compare(samples, factors, sums)
     return not (found.mixes or found.strange)
 

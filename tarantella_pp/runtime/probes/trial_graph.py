@@ -35,8 +35,8 @@ _DRAWN_INSIDE = 0.9999
 class TrialGraph(SubgraphExtractor):
     """Makes parts of a traced graph that change nothing that there is.
 
-    Variables are copies where they are written, or are tried in another dtype. In float64 what is
-    small is told from rounding. Loops and branches draw the same number each time.
+    Variables are copies where they are written, or are tried in another dtype. In float64 small
+    differences stand out from rounding. Loops and branches draw the same number each time.
     """
 
     def __init__(

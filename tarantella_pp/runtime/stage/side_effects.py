@@ -79,7 +79,7 @@ def _scan(nodes: Iterable[Any], library: Mapping[str, Any]) -> Iterator[Effect]:
             continue
         if "seed" in node.attr and "seed2" in node.attr:
             yield Effect(node.name, None)
-        # A `tf.random.Generator` draws with what is stateful.
+        # A `tf.random.Generator` draws with stateful operations.
         elif node.op.startswith((*_WRITES, "Stateful")) and "Call" not in node.op:
             yield Effect(node.name, given[0])
 

@@ -96,7 +96,7 @@ class GradientReduction:
     def start(
         self, key: Hashable, gradients: Sequence[Gradient], fixed: Collection[int] = ()
     ) -> None:
-        """Starts to add up the gradients of a bucket, of which some have fixed rows."""
+        """Starts to add up the gradients of a bucket; some have fixed rows."""
         bucket = self._buckets[key]
         if self.communicator.size == 1:
             self._open[key] = finished(list(gradients))

@@ -64,7 +64,7 @@ class VariableTable:
     """All variables of a model, in the order in which it has them."""
 
     rows: tuple[VariableRow, ...]
-    # The ranks that share out the optimizer: usually those of a pipeline, for every replica updates
+    # The ranks that share out the optimizer: usually the pipeline's, for every replica updates
     # all of its weights; with a sharded optimizer (ZeRO-1) all of the job
     ranks: Communicator
     # Whether this rank has what it trains alone, or is of the replica that speaks for all

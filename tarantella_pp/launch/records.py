@@ -120,8 +120,8 @@ FINISHED = "finished"
 FAILED = "failed"
 ENDED = (RETURNED, FINISHED, FAILED)
 
-# Of one text in a line: JSON may write six bytes for each, and a pipe takes 4096 at once.
-_MOST_CHARACTERS = 600
+# Of one text in a line: JSON may write twelve bytes for each, and a pipe takes 4096 at once.
+_MOST_CHARACTERS = 300
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -71,6 +71,10 @@ class ForwardState:
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
 
+    def forget(self, training: bool) -> None:
+        """Forgets what a micro-batch draws that has failed on some rank."""
+        self._drawn.pop(training, None)
+
     def begin(self, share: BatchShare, training: bool) -> None:
         """Sets seeds to where the replicas before this one leave them."""
         kept = [*self._seeds, *self._metrics.values()]

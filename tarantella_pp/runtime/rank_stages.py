@@ -119,6 +119,8 @@ class RankStages(dict[int, Stage]):
         error = self._of_all_replicas(error)
         if error is None:
             self._tried.add((step.training, len(step.batch.share.sizes) > 1))
+        else:
+            self._forward_state.forget(step.training)
         return error
 
     def _of_all_replicas(self, error: Exception | None) -> Exception | None:

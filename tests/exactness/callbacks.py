@@ -21,7 +21,7 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tests.exactness.classes import classes_in
 from tests.exactness.trials import EVENLY, ROUNDING, Trial
-from tests.helpers.training import Case, X, Y
+from tests.helpers.training import WEIGHTS, Case, X, Y
 from tests.zoo.models import mlp
 
 NOT_TRIED = {
@@ -122,7 +122,7 @@ class Fit:
         seen: Seen = []
         with mock.patch("requests.post") as post:
             told = model.fit(
-                case.x, case.y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0,
+                case.x, case.y, sample_weight=WEIGHTS[:SAMPLES], batch_size=BATCH, epochs=2, shuffle=False, verbose=0,
                 callbacks=self._make(folder, seen),
             )  # fmt: skip
         sent = ranks.allgather_json([call.args[1] for call in post.call_args_list])

@@ -114,6 +114,10 @@ class ReplicaExchange:
         if self._peers.size == 1:
             return
         states = [np.atleast_1d(variable.numpy()) for variable in variables]
-        sums = [self._peers.start_allreduce(state, label="metrics") for state in states]
+        # Each has its tag: a sum in several rounds must not take another one's messages.
+        sums = [
+            self._peers.start_allreduce(state, tag=tag, label="metrics")
+            for tag, state in enumerate(states)
+        ]
         for variable, request in zip(variables, sums, strict=True):
             variable.assign(request.wait().reshape(tuple(variable.shape)))

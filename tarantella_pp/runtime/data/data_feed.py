@@ -109,8 +109,9 @@ class DataFeed:
     ) -> Iterator[Batch]:
         """Iterates over batches of arrays that this rank has, from the numbers of their samples."""
         inputs, _, structures = self._opened(arrays.whole(slice(0, 1)))
-        self._note(_signature(inputs, *structures))
+        signature = _signature(inputs, *structures)
         for order in orders:
+            self._note(signature)  # again: a callback may have run other data since
             own = order[self._shares(len(order))[self._need.replica].own_rows]
             inputs, targets = self._own_parts(arrays, own, order)
             wanted = self._wanted(self._need, len(inputs)) if inputs else ()

@@ -182,7 +182,8 @@ class PartsProbe:
         found = {dtype.as_datatype_enum for dtype in self._dtypes}
         tensors = sum(_bytes(tensor, rows) for op in operations for tensor in op.outputs)
         small = weights <= _MOST_COPIED and tensors <= _MOST_COMPUTED
-        wider = (FLOAT64, FLOAT32) if small else (FLOAT32,)
+        copied = any(v.dtype.as_datatype_enum in FLOAT32 for v in function.graph.variables)
+        wider = (FLOAT64, FLOAT32) if small else () if copied else (FLOAT32,)
         self._ways: list[Mapping[int, int]] = [*(way for way in wider if found & set(way)), {}]
         self._prepare()
 

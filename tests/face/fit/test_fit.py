@@ -443,3 +443,12 @@ def test_two_pipelines_take_turns():
         logs = [model.train_on_batch(X, Y) for _ in range(3) for model in models]
         found[len(options)] = logs, [model.get_weights() for model in models]
     assert distance(*found.values()) < ROUNDING
+
+
+def test_weights_of_samples_stay_where_other_data_run_between_batches():
+    def use(model):
+        return fitted(
+            model, x=X, y=Y, sample_weight=WEIGHTS, steps_per_epoch=1, validation_data=(X, Y)
+        )
+
+    assert distance(*both(use)) < ROUNDING

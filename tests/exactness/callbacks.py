@@ -122,8 +122,8 @@ class Fit:
         seen: Seen = []
         with mock.patch("requests.post") as post:
             told = model.fit(
-                case.x, case.y, sample_weight=WEIGHTS[:SAMPLES], batch_size=BATCH, epochs=2, shuffle=False, verbose=0,
-                callbacks=self._make(folder, seen),
+                case.x, case.y, sample_weight=WEIGHTS[:SAMPLES], batch_size=BATCH, epochs=2,
+                shuffle=False, verbose=0, callbacks=self._make(folder, seen),
             )  # fmt: skip
         sent = ranks.allgather_json([call.args[1] for call in post.call_args_list])
         found = {

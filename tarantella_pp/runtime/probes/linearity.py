@@ -7,6 +7,7 @@ largest    max(s, 1)   [3]    the sum of what parts give, with others only somet
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import tensorflow as tf
@@ -21,11 +22,15 @@ _LINEAR = {
     *("ConcatV2", "Slice", "StridedSlice", "Split", "SplitV", "Tile", "BroadcastTo", "Fill"),
     *("Pad", "PadV2", "GatherV2", "UnsortedSegmentSum", "ScatterNd", "StopGradient", "Conj"),
     *("PreventGradient", "CheckNumerics", "MatrixBandPart", "DiagPart", "Complex", "Roll"),
-    *("DynamicStitch", "ReverseV2"),
+    *("DynamicStitch", "ReverseV2", "EnsureShape", "MatrixDiagV3", "MatrixDiagPartV3"),
+    *("DepthToSpace", "SpaceToDepth", "SpaceToBatchND", "BatchToSpaceND", "MirrorPad", "AvgPool"),
+    *("FFT", "FFT2D", "FFT3D", "IFFT", "IFFT2D", "IFFT3D", "RFFT", "IRFFT", "ResizeBilinear"),
 }
 # They do if one thing that they are given follows from samples; so do gradients of what follows
 # from weights, quotients in their numerator, and choices by other conditions.
-_PRODUCTS = {"Mul", "MulNoNan", "MatMul", "BatchMatMulV2", "Einsum"}
+_PRODUCTS = {"Mul", "MulNoNan", "MatMul", "BatchMatMulV2", "Einsum", "MatrixSetDiagV3"}
+_PRODUCTS |= {"Conv2D", "Conv3D", "DepthwiseConv2dNative"}
+_GRADIENTS = re.compile(r"(Grad|Backprop(Input|Filter)?)(V\d+)?$")
 _QUOTIENTS = {"RealDiv", "Div", "DivNoNan"}
 _CHOICES = {"Select", "SelectV2"}
 _SIZES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
@@ -65,7 +70,7 @@ def _is_linear(op: tf.Operation, follows: set[tf.Operation]) -> bool:
     given = [i for i, tensor in enumerate(op.inputs) if tensor.op in follows]
     return (
         op.type in _LINEAR
-        or ((op.type in _PRODUCTS or op.type.endswith("Grad")) and len(given) == 1)
+        or ((op.type in _PRODUCTS or _GRADIENTS.search(op.type)) and len(given) == 1)
         or (op.type in _QUOTIENTS and given == [0])
         or (op.type in _CHOICES and 0 not in given)
         or any(value.HasField("func") for value in op.node_def.attr.values())

@@ -1,0 +1,57 @@
+"""Which operations on sums over samples are linear, read off a traced graph."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from tarantella_pp.runtime.probes.linearity import following, nonlinear
+
+pytestmark = pytest.mark.keras
+
+
+def found(make):
+    """The type of the operation that is not linear in a sum over samples; `None` if all are."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4, 4, 2], "float64")])
+    def traced(x):
+        return make(tf.reduce_sum(x, 0))
+
+    graph = traced.get_concrete_function()
+    operation = nonlinear(graph.outputs, following(graph.graph, graph.inputs))
+    return operation and operation.type
+
+
+def through_a_convolution(total):
+    kernel = tf.ones((3, 3, 2, 2), "float64")
+    weight = tf.ones((1, 4, 4, 2), "float64")
+    made = tf.nn.conv2d(weight, kernel, 1, "SAME")
+    return tf.gradients(made, weight, total[tf.newaxis])[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda total: 2.0 * ops.transpose(total) / 3.0,
+        lambda total: tf.linalg.diag(total)[..., :2] - ops.mean(total),
+        lambda total: tf.signal.fft(tf.cast(total, "complex128")),
+        through_a_convolution,
+    ],
+)
+def test_what_is_linear(make):
+    assert found(make) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda total: ops.maximum(total, 1.0), "Maximum"),
+        (lambda total: total / (1.0 + ops.sum(total)), "RealDiv"),
+        (lambda total: keras.ops.sqrt(total), "Sqrt"),
+        (lambda total: total * total, "Mul"),
+    ],
+)
+def test_what_is_not(make, kind):
+    assert found(make) == kind

@@ -134,14 +134,3 @@ def test_outputs_without_a_row_for_each_sample_are_refused():
         PipelineModel(with_table(), **CUT)
     model, x = PipelineModel(plain := with_table(), 2, num_micro_batches=1), np.ones((4, 4, 6))
     assert distance(plain.predict(x, verbose=0), model.predict(x, verbose=0)) < 1e-10
-
-
-@pytest.mark.filterwarnings("error:BatchNormalization layers")
-def test_statistics_of_micro_batches_are_warned_of_once_they_are_trained():
-    model = keras.Sequential([keras.Input((6,)), layers.BatchNormalization(), layers.Dense(2)])
-    model.layers[0].trainable = False
-    pipeline = PipelineModel(model, **CUT)
-    pipeline.compile("sgd", "mse")
-    model.layers[0].trainable = True
-    with pytest.raises(UserWarning, match="take their statistics of each"):
-        pipeline.compile("sgd", "mse")

@@ -185,20 +185,27 @@ def test_batch_statistics_are_warned_of():
     with pytest.warns(
         UserWarning, match=r"batch_normalization\w*, batch_normalization.*micro"
     ) as w:
-        PipelineModel(cnn(), num_stages=2, num_micro_batches=2)
+        PipelineModel(cnn(), num_stages=2, num_micro_batches=2).compile("sgd", "mse")
     assert len(w) == 1
     assert w[0].filename == __file__
     many = keras.Sequential([keras.Input((4,)), *(layers.BatchNormalization() for _ in range(9))])
     with pytest.warns(UserWarning, match=r"layers (\w+, ){3}and 6 more take"):
-        PipelineModel(many, num_stages=2, num_micro_batches=2)
+        PipelineModel(many, num_stages=2, num_micro_batches=2).compile("sgd", "mse")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        PipelineModel(cnn(), num_stages=2, num_micro_batches=1)
-        PipelineModel(residual_cnn(), num_stages=2, num_micro_batches=2)
+        PipelineModel(cnn(), num_stages=2, num_micro_batches=1).compile("sgd", "mse")
+        PipelineModel(residual_cnn(), num_stages=2, num_micro_batches=2).compile("sgd", "mse")
         model = cnn()
         for layer in model.layers:
             layer.trainable = not isinstance(layer, layers.BatchNormalization)
-        PipelineModel(model, num_stages=2, num_micro_batches=2)
+        PipelineModel(model, num_stages=2, num_micro_batches=2).compile("sgd", "mse")
+    thawed = cnn()
+    thawed.trainable = False
+    model = PipelineModel(thawed, num_stages=2, num_micro_batches=2)
+    model.compile("sgd", "mse")
+    model.trainable = True
+    with pytest.warns(UserWarning, match="take their statistics of each"):
+        model.compile("sgd", "mse")
 
 
 def test_export_and_formats(model, tmp_path):

@@ -13,6 +13,8 @@ from tarantella_pp.partition.cut import Limits, Prices
 from tarantella_pp.partition.graph.ideals import Array, summed
 
 IntArray = npt.NDArray[np.int64]
+# Places of a boundary that are tried at a time: the nearest ones, and some of all others.
+MOST_PLACES = 300
 # Sets of boundaries up to which all of them are tried.
 MOST_CHOICES = 200_000
 # How much the largest stage, at least, and then cut bytes count besides the largest rank.
@@ -77,6 +79,16 @@ def _places_between(place: IntArray, groups: Iterable[Iterable[int]]) -> IntArra
     return np.flatnonzero(np.cumsum(inside) == 0)[1:-1]
 
 
+def _places_around(free: IntArray, low: int, now: int, high: int) -> IntArray:
+    """Returns places between two others: of too many the nearest ones, and some of all."""
+    free = free[(free > low) & (free < high)]
+    if len(free) <= MOST_PLACES:
+        return free
+    nearest = free[np.argsort(np.abs(free - now), kind="stable")[: MOST_PLACES // 2]]
+    spread = free[np.linspace(0, len(free) - 1, MOST_PLACES // 2).astype(np.int64)]
+    return np.union1d(nearest, spread)
+
+
 class _Line:
     """The nodes one behind the other, and what the stages between boundaries have."""
 
@@ -124,8 +136,8 @@ class _Line:
     ) -> tuple[float, list[int]]:
         """Finds the best places of two boundaries, all others where they are."""
         near = j == i + 1
-        first = free[(free > bounds[i - 1]) & (free < bounds[j + 1 if near else i + 1])]
-        second = free[(free > bounds[i - 1 if near else j - 1]) & (free < bounds[j + 1])]
+        first = _places_around(free, bounds[i - 1], bounds[i], bounds[j + 1 if near else i + 1])
+        second = _places_around(free, bounds[i - 1 if near else j - 1], bounds[j], bounds[j + 1])
         tried = [np.array(bound) for bound in bounds]
         tried[i], tried[j] = first[:, None], second[None, :]
         scores = np.where(tried[i] < tried[j], self.scores(tried), np.inf)

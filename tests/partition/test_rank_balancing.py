@@ -65,6 +65,22 @@ def test_where_too_many_to_list_boundaries_are_moved(monkeypatch):
     assert listed <= moved < largest(problem, start, ranks)
 
 
+def test_long_graphs_are_not_tried_place_by_place(monkeypatch):
+    work = np.random.default_rng(0).random(2000)
+    start = (0,) * 100 + (1,) * 100 + (2,) * 1700 + (3,) * 100
+    sizes, scores = [], rank_balancing._Line.scores
+
+    def counted(line, bounds):
+        found = scores(line, bounds)
+        sizes.append(found.size)
+        return found
+
+    monkeypatch.setattr(rank_balancing._Line, "scores", counted)
+    moved = balance_ranks(chain(work, 4), start, (0, 1, 0, 1))
+    assert max(sizes) <= rank_balancing.MOST_PLACES**2
+    assert largest(chain(work, 4), moved, (0, 1, 0, 1)) <= 1.001 * work.sum() / 2
+
+
 def test_of_equal_ranks_the_largest_stage_decides_and_then_what_is_cut():
     even = chain([1.0] * 8, 4)
     assert balance_ranks(even, (0, 1, 1, 1, 2, 2, 2, 3), RANKS[4]) == (0, 0, 1, 1, 2, 2, 3, 3)

@@ -165,7 +165,7 @@ class StageCostModel:
         """Returns what one stage costs."""
         graph, rows = self.graph, self.rows
         nodes = [graph.nodes[i] for i in ids]
-        weights = [graph.weights[w] for w in {w for node in nodes for w in node.weights}]
+        weights = [graph.weights[w] for w in sorted({w for node in nodes for w in node.weights})]
         parameters = sum(weight.bytes for weight in weights if weight.trainable)
         kept, size, repeated = self._kept(nodes, again=repeats > 0)
         names = {graph.tensors[t].name for t in kept}
@@ -206,7 +206,7 @@ class StageCostModel:
         )
 
     def _shares(self, weights: Sequence[Weight]) -> list[list[Weight]]:
-        """Returns the variables that each replica updates."""
+        """Returns the variables of a stage, in their order, that each replica updates."""
         if self.config.shards == 1:
             return [list(weights)]
         shares: list[list[Weight]] = [[] for _ in range(self.config.shards)]

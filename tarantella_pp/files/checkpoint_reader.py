@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tarantella_pp.errors import ConfigurationError, FileError
+from tarantella_pp.errors import ConfigurationError, FileError, FormatError
 from tarantella_pp.files.checkpoint_folder import checkpoints_in, damages
 from tarantella_pp.files.manifest import MANIFEST, Manifest, read_manifest
 from tarantella_pp.files.tensor_file import TensorFile, sha256_of
@@ -65,8 +65,16 @@ def newest_whole(ranks: Communicator, directory: Path) -> tuple[Path, Manifest, 
     names = _seen_by_all(ranks, directory)
     damaged: list[str] = []
     for name in names:
-        mine = next(damages(directory / name, lambda n: n % ranks.size == ranks.rank), "")
-        problem = next(filter(None, ranks.allgather_json(mine)), "")
+        mine = ["", ""]  # its damage, or that it has another format
+        try:
+            mine[0] = next(damages(directory / name, lambda n: n % ranks.size == ranks.rank), "")
+        except FormatError as error:
+            mine[1] = str(error)
+        problem, other = (
+            next(filter(None, told), "") for told in zip(*ranks.allgather_json(mine), strict=True)
+        )
+        if other:
+            raise FormatError(other)
         if not problem:
             return directory / name, read_manifest(directory / name), damaged
         damaged.append(name)

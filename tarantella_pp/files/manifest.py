@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tarantella_pp.errors import FileError
+from tarantella_pp.errors import FileError, FormatError
 
 MANIFEST = "manifest.json"
 # Its checksum, as `sha256sum --check` reads it.
@@ -92,18 +92,18 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a checkpoint."""
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
-        if (folder / CHECKSUM).read_bytes() != checksum_of(text):
-            raise FileError(f"'{path}' has other contents than were written (its checksum differs)")
-        found = json.loads(text)
-        if found.get("format") != FORMAT:
-            raise FileError(
-                f"'{path}' has format {found.get('format')}, this version reads {FORMAT}: use the "
-                "version of tarantella_pp that has written it."
-            )
-        return msgspec.convert(found, Manifest)
+        text, checksum = path.read_bytes(), (folder / CHECKSUM).read_bytes()
     except OSError as error:
         raise FileError(f"'{path}' is damaged: {error}") from error
+    if checksum != checksum_of(text):
+        raise FileError(f"'{path}' has other contents than were written (its checksum differs)")
+    found = json.loads(text)
+    if found.get("format") != FORMAT:
+        raise FormatError(
+            f"'{path}' has format {found.get('format')}, this version reads {FORMAT}: use the "
+            "version of tarantella_pp that has written it, or end that run with it."
+        )
+    return msgspec.convert(found, Manifest)
 
 
 def checksum_of(manifest: bytes) -> bytes:

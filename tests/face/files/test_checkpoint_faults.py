@@ -11,8 +11,9 @@ from keras import layers
 
 import tarantella_pp as tnt
 from tarantella_pp.cli.main import main
-from tarantella_pp.errors import ConfigurationError, FileError
+from tarantella_pp.errors import ConfigurationError, FileError, FormatError
 from tarantella_pp.files import checkpoint_folder, checkpoint_writer, tensor_file
+from tarantella_pp.files.manifest import checksum_of
 from tests.helpers.files import contents, full_disk
 from tests.helpers.training import floats
 
@@ -109,6 +110,24 @@ def test_nothing_begins_anew_where_all_checkpoints_are_damaged(run):
     with pytest.raises(FileError, match=r"All checkpoints in .* are damaged: step-00000006"):
         fit(directory)
     assert contents(directory) == before
+
+
+def test_another_format_is_not_taken_for_damage(run, capsys):
+    directory, _ = run
+    for path in directory.iterdir():
+        replaced(path / "manifest.json", b'"format": 2', b'"format": 1')
+        text = (path / "manifest.json").read_bytes()
+        (path / "manifest.json.sha256").write_bytes(checksum_of(text))
+    before = contents(directory)
+    with pytest.raises(FormatError, match=r"has format 1, .* use the version .* end that") as told:
+        fit(directory)
+    assert "damaged" not in str(told.value)
+    assert "Remove" not in str(told.value)
+    assert contents(directory) == before
+    assert main(["checkpoint", "verify", str(directory)]) == 1
+    output = "".join(capsys.readouterr())
+    assert "has format 1" in output
+    assert "damaged" not in output
 
 
 class Killed(BaseException):

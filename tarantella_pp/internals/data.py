@@ -130,26 +130,39 @@ _REMEMBERED = {
 
 def remembers(callback: Any) -> bool:
     """Whether a callback has a state that can be kept: one of Keras, or with methods for it."""
-    has_methods = hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
-    return has_methods or isinstance(callback, tuple(_REMEMBERED))
+    return _has_methods(callback) or isinstance(callback, tuple(_REMEMBERED))
 
 
 def state_of(callback: Any) -> Any:
     """What a callback that remembers must be given back to go on."""
-    if hasattr(callback, "state_dict"):
-        return callback.state_dict()
-    names = next(names for kind, names in _REMEMBERED.items() if isinstance(callback, kind))
-    found = {name: getattr(callback, name, None) for name in names}
-    return {name: _number(value) for name, value in found.items()}
+    names = _names_of_keras(callback)
+    of_keras = {name: _number(getattr(callback, name, None)) for name in names}
+    if not _has_methods(callback):
+        return of_keras
+    own = callback.state_dict()
+    return {"of_keras": of_keras, "own": own} if names else own
 
 
 def remind(callback: Any, state: Any) -> None:
     """Gives a callback back what `state_of` has found."""
-    if hasattr(callback, "load_state_dict"):
-        callback.load_state_dict(state)
-        return
-    for name, value in state.items():
+    names = _names_of_keras(callback)
+    if _has_methods(callback):
+        of_keras, own = (state["of_keras"], state["own"]) if names else ({}, state)
+    else:
+        of_keras, own = state, None
+    for name, value in of_keras.items():
         setattr(callback, name, value)
+    if _has_methods(callback):
+        callback.load_state_dict(own)
+
+
+def _has_methods(callback: Any) -> bool:
+    return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
+
+
+def _names_of_keras(callback: Any) -> tuple[str, ...]:
+    """What a callback remembers as one of Keras, or as one derived from it."""
+    return next((names for kind, names in _REMEMBERED.items() if isinstance(callback, kind)), ())
 
 
 def has_stopped(callback: Any) -> bool:

@@ -6,6 +6,7 @@ When one of these fails after an upgrade, the file that it names is the place to
 from __future__ import annotations
 
 import inspect
+import json
 
 import keras
 import numpy as np
@@ -122,6 +123,21 @@ def test_callbacks_have_what_they_remember():
         missing = [name for name in names if not hasattr(callback, name)]
         assert missing in ([], ["best"])  # a ModelCheckpoint has one only if it looks at it
     assert not epochs.remembers(keras.callbacks.CSVLogger("log.csv"))
+
+
+@pytest.mark.parametrize("own", [{"drops": 3}, None])
+def test_a_callback_derived_from_one_of_keras_keeps_both_states(own):
+    class Patient(keras.callbacks.EarlyStopping):
+        def state_dict(self):
+            return own
+
+        def load_state_dict(self, state):
+            self.given = state
+
+    before, after = Patient(), Patient()
+    before.wait, before.best, before.best_epoch = 2, np.float32(0.5), 4
+    epochs.remind(after, json.loads(json.dumps(epochs.state_of(before))))
+    assert (after.wait, after.best, after.best_epoch, after.given) == (2, 0.5, 4, own)
 
 
 def test_a_seeded_order_of_arrays_is_the_same_in_each_pass():

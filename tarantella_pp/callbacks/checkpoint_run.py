@@ -211,7 +211,8 @@ class CheckpointRun(keras.callbacks.Callback):
         self._remind(saved)
         for name, callback in self._callbacks.items():
             best = restored.arrays(f"best/{name}")
-            if best and getattr(callback, "restore_best_weights", False):
+            early_stopping = isinstance(callback, keras.callbacks.EarlyStopping)
+            if best and early_stopping and callback.restore_best_weights:
                 callback.best_weights = [best[str(i)] for i in range(len(best))]
         everywhere = set().union(*self._ranks.allgather_json([*self._callbacks]))
         gone = [name.partition("#")[0] for name in saved.callbacks if name not in everywhere]
@@ -308,7 +309,8 @@ class CheckpointRun(keras.callbacks.Callback):
         return {
             f"best/{name}/{i}": np.asarray(weight)
             for name, callback in self._callbacks.items()
-            for i, weight in enumerate(getattr(callback, "best_weights", None) or ())
+            if isinstance(callback, keras.callbacks.EarlyStopping)
+            for i, weight in enumerate(callback.best_weights or ())
         }
 
     def _stops(self) -> bool:

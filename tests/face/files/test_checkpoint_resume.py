@@ -240,6 +240,7 @@ class Counting(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self.epochs, self.best, self.last = 0, math.inf, []
+        self.best_weights = {"none": "of Keras"}
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epochs += 1

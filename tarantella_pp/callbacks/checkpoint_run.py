@@ -91,7 +91,7 @@ class CheckpointRun(keras.callbacks.Callback):
         self._step = self._epoch_step = 0
         self._epoch = self._initial_epoch = initial_epoch
         self._epoch_length: int | None = None
-        self._written = -1
+        self._written = (-1, -1)  # step and epochs of the last one
         self._due = self._cut = False
 
     def follow(self, callbacks: Iterable[Any]) -> None:
@@ -205,8 +205,8 @@ class CheckpointRun(keras.callbacks.Callback):
         restored.restore(self._model, self._share)
         self._facts = saved.facts
         self._history = {name: list(values) for name, values in saved.history.items()}
-        self._step = self._written = saved.step
-        self._epoch, self._epoch_step = saved.epoch, saved.epoch_step
+        self._step, self._epoch, self._epoch_step = saved.step, saved.epoch, saved.epoch_step
+        self._written = (saved.step, saved.epoch)
         self._initial_epoch = saved.initial_epoch
         self._remind(saved)
         for name, callback in self._callbacks.items():
@@ -261,8 +261,9 @@ class CheckpointRun(keras.callbacks.Callback):
         return merged
 
     def _write(self, logs: Mapping[str, Any]) -> None:
-        """Writes a checkpoint, unless this step has one or its loss is none to go on with."""
-        if self._written == self._step:
+        """Writes a checkpoint, unless there is one or the loss is none to go on with."""
+        now = (self._step, self._epoch)  # an epoch may end after its last step was written
+        if self._written == now:
             return
         loss = logs.get("loss")
         if loss is not None and not math.isfinite(float(np.mean(loss))):
@@ -292,7 +293,7 @@ class CheckpointRun(keras.callbacks.Callback):
             "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
         self._writer.write(own, state, self._damaged)
-        self._written = self._step
+        self._written = now
 
     def _position(self) -> tuple[DataPosition, dict[str, Any]]:
         """How far the data have been read, and what arrays it takes to come back there."""

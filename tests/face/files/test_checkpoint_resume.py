@@ -235,6 +235,15 @@ def test_callbacks_of_keras_that_write_go_on(tmp_path):
     assert (again / "log.csv").read_text() == (once / "log.csv").read_text()
 
 
+def test_an_epoch_that_ends_short_is_not_gone_on_with(tmp_path, caplog):
+    """A checkpoint is due after the last step of the data, which nobody knows to be the last."""
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(7)  # four
+    fit = {"data": lambda: {"x": batches, "steps_per_epoch": 6}, "epochs": 1, "every": 4}
+    first = run(tmp_path, **fit)
+    assert run(tmp_path, **fit) == first
+    assert "nothing is trained: checkpoint" in caplog.text
+
+
 class Counting(keras.callbacks.Callback):
     """Lowers the learning rate by what it remembers, and says what a checkpoint must keep."""
 

@@ -2,6 +2,7 @@
 
 DIRECTORY/step-00000120/                 files of tensors, and the manifest, written last
 DIRECTORY/.writing-step-00000130.5f1c/   one that is being written; a job that begins removes it
+DIRECTORY/.replaced-step-00000120/       one that is being replaced; that job removes it, too
 
 A directory belongs to one job at a time. No lock says so, for over a network a lock
 can outlive its host. A job notices, before it writes, what it has neither found nor written.
@@ -28,8 +29,9 @@ from tarantella_pp.files.manifest import (
 from tarantella_pp.files.tensor_file import sha256_of
 
 _NAME = re.compile(r"step-(\d{8,})")
-# What the name of one begins with that is being written.
+# What the name of one begins with that is being written, and of one that is being replaced.
 DRAFT = ".writing-"
+_REPLACED = ".replaced-"
 
 
 def name_of_step(step: int) -> str:
@@ -45,10 +47,18 @@ def checkpoints_in(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
+def put_back(directory: Path) -> None:
+    """Gives a checkpoint its name again if a kill came before another had taken its place."""
+    for replaced in directory.glob(f"{_REPLACED}*"):
+        target = replaced.with_name(replaced.name.removeprefix(_REPLACED))
+        if not target.exists():
+            os.replace(replaced, target)
+
+
 def remove_leftovers(directory: Path) -> None:
     """Makes the directory, and removes what a kill has left in it."""
     directory.mkdir(parents=True, exist_ok=True)
-    for left in directory.glob(f"{DRAFT}*"):
+    for left in (*directory.glob(f"{DRAFT}*"), *directory.glob(f"{_REPLACED}*")):
         shutil.rmtree(left)
 
 
@@ -73,10 +83,16 @@ def publish(draft: Path, manifest: bytes) -> None:
         sync(draft / name)
     sync(draft)
     target = draft.with_name(draft.stem.removeprefix(DRAFT))
-    if target.exists():  # damaged: otherwise training would have gone on from there
-        shutil.rmtree(target)
-    os.replace(draft, target)
+    replaced = draft.with_name(f"{_REPLACED}{target.name}")
+    if target.exists():  # damaged, or written after the last step of an epoch, before its end
+        os.replace(target, replaced)
+    try:
+        os.replace(draft, target)
+    except OSError:
+        put_back(draft.parent)
+        raise
     sync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove_old(

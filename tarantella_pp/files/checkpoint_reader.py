@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
-from tarantella_pp.files.checkpoint_folder import checkpoints_in, damages
+from tarantella_pp.files.checkpoint_folder import checkpoints_in, damages, put_back
 from tarantella_pp.files.manifest import MANIFEST, Manifest, read_manifest
 from tarantella_pp.files.tensor_file import TensorFile, sha256_of
 from tarantella_pp.runtime.comm.communicator import Communicator
@@ -62,6 +63,10 @@ class RestoredState:
 
 def newest_whole(ranks: Communicator, directory: Path) -> tuple[Path, Manifest, list[str]] | None:
     """Finds the newest checkpoint with right checksums; collective, each rank reads some files."""
+    if ranks.rank == 0:
+        with contextlib.suppress(OSError):  # without it, one before it is taken
+            put_back(directory)
+    ranks.barrier()
     names = _seen_by_all(ranks, directory)
     damaged: list[str] = []
     for name in names:

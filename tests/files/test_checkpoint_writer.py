@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tarantella_pp.errors import FileError
 from tarantella_pp.files.checkpoint_folder import DRAFT, sync
 from tarantella_pp.files.checkpoint_reader import newest_whole
 from tarantella_pp.files.checkpoint_writer import CheckpointWriter
@@ -93,6 +94,34 @@ def test_kills_while_writing_lose_no_checkpoint(tmp_path):
     assert interrupted > KILLS // 4  # or nothing was tried
     write(directory, step := newest(directory) + 1)
     assert sorted(os.listdir(directory)) == [f"step-{i:08d}" for i in (step - 1, step)]
+
+
+class Killed(BaseException):
+    """What a process that is killed cannot catch, either."""
+
+
+@pytest.mark.parametrize("error", [Killed(), OSError(5, "Input/output error")])
+@pytest.mark.parametrize("call", [1, 2])
+def test_one_of_the_same_step_is_there_until_another_takes_its_place(
+    tmp_path, monkeypatch, error, call
+):
+    write(tmp_path, 1)
+    calls, replace = [], os.replace
+
+    def stop(*names):
+        calls.append(names)
+        if len(calls) == call:
+            raise error
+        replace(*names)
+
+    with monkeypatch.context() as only:
+        only.setattr(os, "replace", stop)
+        with pytest.raises(FileError if isinstance(error, OSError) else Killed):
+            write(tmp_path, 1)
+    assert newest(tmp_path) == 1
+    write(tmp_path, 1)
+    assert newest(tmp_path) == 1
+    assert os.listdir(tmp_path) == ["step-00000001"]
 
 
 def test_a_folder_that_cannot_be_synced_is_no_error_and_a_file_is(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from keras import layers
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import TarantellaError
-from tarantella_pp.files import checkpoint_reader, checkpoint_writer
+from tarantella_pp.files import checkpoint_reader, checkpoint_writer, manifest
 from tests.helpers.draws import more_asked_for
 from tests.helpers.jobs import PYTHONS, tarantella
 from tests.helpers.mpi import mpi_run
@@ -226,6 +226,10 @@ def troubles(directory):
         if rank == 1:
             only.setattr(checkpoint_reader, "sha256_of", lambda path: "other")
         caught()
+    with patch.context() as only:
+        if rank == 1:
+            only.setattr(manifest, "FORMAT", 3)
+        caught()
     caught(where=f"{directory}-{rank}")
     terminate = [At(8, lambda callback: os.kill(os.getpid(), signal.SIGTERM))]
     with patch.context() as only:
@@ -255,12 +259,14 @@ def test_the_trouble_of_one_rank_is_told_on_all(tmp_path):
     directory = str(tmp_path / "run")
     run = mpi_run(2, troubles, directory, timeout=200).check()
     for told, resumed, expected in run.results:
-        disk, unchanged, contents, others, code, left = told
+        disk, unchanged, contents, version, others, code, left = told
         assert "FileError: Rank 1 could not write a checkpoint" in disk
         assert "No space left on device. Older checkpoints are unchanged" in disk
         assert unchanged
         assert "ConfigurationError: All ranks must see the same checkpoints" in contents
         assert "ranks [1]" in contents
+        assert "FormatError" in version
+        assert "has format 2, this version reads 3" in version
         assert "ConfigurationError: All ranks must have the same Checkpoint" in others
         assert code == "SystemExit: 75"
         assert left[-1] in ("step-00000008", "step-00000009")

@@ -101,7 +101,7 @@ class CheckpointWriter:
                 "no other job may begin in it"
             )
         except (OSError, shutil.Error) as error:
-            reason = error.strerror or str(error)
+            reason = error.strerror or str(error) or type(error).__name__
         except ConfigurationError as error:
             reason = str(error)
         answers = self._ranks.allgather_json([reason, result])

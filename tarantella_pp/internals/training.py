@@ -266,6 +266,13 @@ def register_function(definition: Any) -> None:
     context.context().add_function_def(definition)
 
 
+def body_of(operation: Any) -> Any:
+    """The graph of the function that an operation calls; `None` for any other operation."""
+    if operation.type not in ("PartitionedCall", "StatefulPartitionedCall"):
+        return None
+    return operation.graph._get_function(operation.get_attr("f").name).graph
+
+
 class Gpu(NamedTuple):
     """A GPU that this process computes with."""
 

@@ -214,6 +214,17 @@ def test_functions_of_graphs_can_be_registered():
     assert training.context.context().has_function("added_by_a_test"), "add_function_def"
 
 
+def test_the_body_of_a_function_is_found():
+    inner = tf.function(lambda x: tf.maximum(x, 1.0), autograph=False)
+    outer = tf.function(lambda x: inner(x), autograph=False)
+    graph = outer.get_concrete_function(tf.TensorSpec([None])).graph
+    (call,) = (op for op in graph.get_operations() if "Call" in op.type)
+    body = training.body_of(call)
+    assert "Maximum" in {op.type for op in body.get_operations()}
+    assert len(body.inputs) == len(call.inputs)
+    assert training.body_of(body.get_operations()[0]) is None
+
+
 def test_a_gpu_is_found_where_there_is_one(monkeypatch):
     assert training.gpu_in_use() is None
     (real,) = (d for d in training.device_lib.list_local_devices() if d.device_type == "CPU")

@@ -3,6 +3,8 @@
 samples    x   [None, 3]      what has no dimension of unknown size, and follows from samples,
 sum        s   [3]            is a sum over them: with more operations that are linear it is
 largest    max(s, 1)   [3]    the sum of what parts give, with others only sometimes
+
+What several samples together decide, such as `any(x > 9)` or `max(x)`, counts as a sum.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
+from tarantella_pp.internals.training import body_of
 from tarantella_pp.runtime.stage.graph_functions import frontier
 from tarantella_pp.runtime.stage.graph_split import has_effect
 
@@ -33,6 +36,9 @@ _PRODUCTS |= {"Conv2D", "Conv3D", "DepthwiseConv2dNative"}
 _GRADIENTS = re.compile(r"(Grad|Backprop(Input|Filter)?)(V\d+)?$")
 _QUOTIENTS = {"RealDiv", "Div", "DivNoNan"}
 _CHOICES = {"Select", "SelectV2"}
+_BRANCHES = {"If", "StatelessIf"}
+# These make of all samples together what is no sum of what they make of each.
+_EXTREMES = {"Max", "Min", "Prod", "Any", "All", "EuclideanNorm"}
 _SIZES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
 
 
@@ -53,21 +59,45 @@ def uses_of_sums(
     """The operations above some tensors that are given a sum over samples, in their order."""
     _, above = frontier(tensors, lambda tensor: tensor.op not in follows)
     for op in tensors[0].graph.get_operations() if tensors else ():
-        given = (t for t in op.inputs if t.op in follows and t.dtype.is_floating)
-        if op in above and any(tensor.shape.is_fully_defined() for tensor in given):
+        given = [tensor for tensor in op.inputs if tensor.op in follows]
+        if op not in above or not given:
+            continue
+        body = body_of(op)
+        if body is None:
+            used = any(map(_is_sum, op.outputs if op.type in _EXTREMES else given))
+        else:
+            used = any(uses_of_sums(body.outputs, _following_in(body, op, follows)))
+        if used:
             yield op
 
 
 def nonlinear(tensors: Sequence[tf.Tensor], follows: set[tf.Operation]) -> tf.Operation | None:
     """An operation whose results for parts do not add up to its result for a sum over samples.
 
-    What functions do that are called, such as branches and loops, is not looked at.
+    What branches and loops do inside is not looked at.
     """
     return next((op for op in uses_of_sums(tensors, follows) if not _is_linear(op, follows)), None)
 
 
+def _is_sum(tensor: tf.Tensor) -> bool:
+    dtype = tensor.dtype
+    numbers = dtype.is_floating or dtype.is_complex or dtype.is_bool
+    return bool(numbers and tensor.shape.is_fully_defined())
+
+
+def _following_in(
+    body: tf.Graph, op: tf.Operation, follows: set[tf.Operation]
+) -> set[tf.Operation]:
+    pairs = zip(body.inputs, op.inputs, strict=True)
+    return following(body, [inner for inner, outer in pairs if outer.op in follows])
+
+
 def _is_linear(op: tf.Operation, follows: set[tf.Operation]) -> bool:
     given = [i for i, tensor in enumerate(op.inputs) if tensor.op in follows]
+    if (body := body_of(op)) is not None:
+        return nonlinear(body.outputs, _following_in(body, op, follows)) is None
+    if op.type in _BRANCHES and 0 in given:
+        return False
     return (
         op.type in _LINEAR
         or ((op.type in _PRODUCTS or _GRADIENTS.search(op.type)) and len(given) == 1)

@@ -51,7 +51,20 @@ def test_what_is_linear(make):
         (lambda total: total / (1.0 + ops.sum(total)), "RealDiv"),
         (lambda total: keras.ops.sqrt(total), "Sqrt"),
         (lambda total: total * total, "Mul"),
+        (lambda total: tf.where(tf.reduce_any(total > 9), total, 2 * total), "Greater"),
+        (lambda total: tf.cond(total[0, 0, 0] > 9, lambda: total, lambda: -total), "Greater"),
+        (tf.function(lambda total: tf.minimum(total, 9.0)), "PartitionedCall"),
     ],
 )
 def test_what_is_not(make, kind):
     assert found(make) == kind
+
+
+@pytest.mark.parametrize("make", [tf.reduce_max, lambda x: tf.cast(tf.reduce_any(x > 9), x.dtype)])
+def test_what_samples_decide_together_is_no_sum(make):
+    @tf.function(input_signature=[tf.TensorSpec([None, 2], "float64")])
+    def traced(x):
+        return tf.reduce_mean(x) + make(x)
+
+    graph = traced.get_concrete_function()
+    assert nonlinear(graph.outputs, following(graph.graph, graph.inputs)) is not None

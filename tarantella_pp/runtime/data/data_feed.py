@@ -11,6 +11,7 @@ an `InputContext` has the first rank of each replica read the samples of its own
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -65,8 +66,6 @@ class DataFeed:
         self._standardize = standardize
         self._shares = shares
         self._announced: dict[int, bytes] = {}  # what each reader has told last
-        self._signature = b""
-        self._description: Any = None
         first = {need.replica: rank for rank, need in reversed(list(enumerate(needs)))}
         # The first rank of each replica reads for it where each of them reads.
         self.readers = [first[replica] for replica in sorted(first)]
@@ -101,8 +100,8 @@ class DataFeed:
                 self._check_parts(heard)
             if heard[0].rows == _END:
                 return
-            self._note(heard[0].signature)
-            yield self._exchange(readers, [theirs.rows for theirs in heard], part)
+            rows = [theirs.rows for theirs in heard]
+            yield self._exchange(readers, rows, part, heard[0].signature)
 
     def batches_of(
         self, arrays: ArrayRows, orders: Iterable[np.ndarray[Any, Any]]
@@ -111,11 +110,10 @@ class DataFeed:
         inputs, _, structures = self._opened(arrays.whole(slice(0, 1)))
         signature = _signature(inputs, *structures)
         for order in orders:
-            self._note(signature)  # again: a callback may have run other data since
             own = order[self._shares(len(order))[self._need.replica].own_rows]
             inputs, targets = self._own_parts(arrays, own, order)
             wanted = self._wanted(self._need, len(inputs)) if inputs else ()
-            yield self._batch(len(order), {i: inputs[i] for i in wanted}, targets)
+            yield self._batch(len(order), {i: inputs[i] for i in wanted}, targets, signature)
 
     def _own_parts(
         self, arrays: ArrayRows, own: np.ndarray[Any, Any], order: np.ndarray[Any, Any]
@@ -165,11 +163,6 @@ class DataFeed:
         spec = TensorSpec(shape, np.dtype(dtype))
         return self._communicator.post_receive([spec], reader, tag, label="data").wait()[0]
 
-    def _note(self, signature: bytes) -> None:
-        if signature != self._signature:
-            self._signature = signature
-            self._description = msgspec.msgpack.decode(signature)
-
     def _check_parts(self, heard: Sequence[ReadPart]) -> None:
         """Refuses parts of a batch that are not the replicas' shares of it."""
         parts = [part.rows for part in heard]
@@ -189,9 +182,11 @@ class DataFeed:
             "drop_remainder=True, and let every replica read as many batches."
         )
 
-    def _exchange(self, readers: Sequence[int], parts: Sequence[int], part: ReadPart) -> Batch:
+    def _exchange(
+        self, readers: Sequence[int], parts: Sequence[int], part: ReadPart, signature: bytes
+    ) -> Batch:
         """Gets inputs from the reader of this rank's replica, and targets from all readers."""
-        own, (specs, *structures) = self._communicator.rank, self._description
+        own, (specs, *structures) = self._communicator.rank, _described(signature)
         leaves = [spec for structure in structures for spec in tensors_in(structure)]
         begins = [*accumulate(parts, initial=0)]
         shares = self._shares(begins[-1])
@@ -233,7 +228,8 @@ class DataFeed:
         inputs = dict(zip(wanted, received[source], strict=False))
         received[source] = received[source][len(wanted) :]
         targets = [tf.concat(each, 0) for each in zip(*received, strict=True)]
-        return self._batch(begins[-1], inputs, targets if len(readers) > 1 else received[0])
+        targets = targets if len(readers) > 1 else received[0]
+        return self._batch(begins[-1], inputs, targets, signature)
 
     def _opened(self, data: Any) -> tuple[list[tf.Tensor], list[tf.Tensor], tuple[Any, Any]]:
         """Takes a batch apart: model inputs; targets and their weights; the structures of both."""
@@ -248,16 +244,18 @@ class DataFeed:
         """The inputs that a rank gets, out of `count`."""
         return need.inputs
 
-    def _batch(self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any]) -> Batch:
-        """This rank's part of a batch of the structure that was noted."""
-        _, *structures = self._description
+    def _batch(
+        self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any], signature: bytes
+    ) -> Batch:
+        """This rank's part of a batch."""
+        _, *structures = _described(signature)
         shares, y, weight = self._shares(rows), None, None
         if self._need.targets:
             y_struct, w_struct = structures
             count = len(tensors_in(y_struct))
             y, weight = rebuild(y_struct, leaves[:count]), rebuild(w_struct, leaves[count:])
         share = shares[self._need.replica]
-        return Batch(rows, shares, share, inputs, y, weight, tuple(structures), self._signature)
+        return Batch(rows, shares, share, inputs, y, weight, tuple(structures), signature)
 
 
 def _source(need: Need, readers: Sequence[int]) -> int:
@@ -276,6 +274,12 @@ def _signature(inputs: Sequence[tf.Tensor], y: Any, weight: Any) -> bytes:
     """Names what there is in a batch."""
     specs = [([None, *tensor.shape[1:]], tensor.dtype.name) for tensor in inputs]
     return msgspec.msgpack.encode([specs, y, weight])
+
+
+@functools.lru_cache
+def _described(signature: bytes) -> Any:
+    """What a signature names; kept, for it is the same for most batches."""
+    return msgspec.msgpack.decode(signature)
 
 
 def dense(value: Any, what: str) -> Any:

@@ -30,7 +30,7 @@ import tarantella_pp as tnt
 from benchmarks.planning.machine import ComputeProbes, slowest_link
 from benchmarks.planning.machine import machine_of as machine_of_ranks
 from benchmarks.planning.shared_cores import shared_step_seconds
-from tarantella_pp.partition.baselines import minimal_maximum
+from tarantella_pp.partition.baselines import even_parts
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.plan.hardware_spec import machine_of
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
@@ -62,13 +62,6 @@ def build(name: str) -> keras.Model:
     return make(weights=None, classifier_activation=None, **options)
 
 
-def counts(graph: ExtractedModel, ranks: int, weights: Sequence[float]) -> list[int]:
-    """Numbers of operations of stages that are as equal in these weights as can be."""
-    nodes = len(graph.graph.nodes)
-    begins = minimal_maximum(np.asarray(weights, float), ranks)
-    return [end - begin for begin, end in itertools.pairwise([*begins, nodes])]
-
-
 def planned(
     extracted: ExtractedModel, kind: str, ranks: int, machine: tnt.HardwareSpec
 ) -> tnt.Plan:
@@ -77,7 +70,7 @@ def planned(
     if kind in ("operations", "parameters"):
         nodes = extracted.graph.nodes
         by = [float(n.parameters) if kind == "parameters" else 1.0 for n in nodes]
-        balance = counts(extracted, ranks, by)
+        balance = np.bincount(even_parts(np.array(by), ranks)).tolist()
     elif kind == "measured":
         balance = "time"
     plan = tnt.make_plan(

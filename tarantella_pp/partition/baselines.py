@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tarantella_pp.partition.cut import Prices
+from tarantella_pp.partition.cut import Prices, best_cut
 from tarantella_pp.partition.graph.ideals import Array, Blocks, summed
 from tarantella_pp.partition.plan.plan_parts import Certificate
 
@@ -25,39 +26,20 @@ def by_rules(blocks: Blocks, prices: Prices, state: Array) -> dict[str, tuple[in
         "parameter balance": state if state.any() else costs,
         "cost balance": costs,
     }
-    found = {}
-    for name, weights in rules.items():
-        stages = np.zeros(len(blocks), np.int64)
-        items = summed(blocks.owner, weights)
-        for stage, begin in enumerate(minimal_maximum(items, min(prices.num_stages, len(blocks)))):
-            stages[begin:] = stage
-        found[name] = tuple(stages[blocks.owner].tolist())
-    return found
+    parts = {
+        name: np.array(even_parts(summed(blocks.owner, weights), prices.num_stages))
+        for name, weights in rules.items()
+    }
+    return {name: tuple(stages[blocks.owner].tolist()) for name, stages in parts.items()}
 
 
-def minimal_maximum(weights: Array, parts: int) -> list[int]:
-    """Cuts a sequence so that its heaviest part is as light as can be."""
-    low, high = float(weights.max(initial=0.0)), float(weights.sum())
-    for _ in range(60):
-        middle = (low + high) / 2
-        if len(_fill(weights, parts, middle)) <= parts:
-            high = middle
-        else:
-            low = middle
-    return _fill(weights, parts, high * (1 + 1e-12))
-
-
-def _fill(weights: Array, parts: int, capacity: float) -> list[int]:
-    """Fills parts in order, each while it holds; the last items each get a part if need be."""
-    begins, load = [0], 0.0
-    for index, weight in enumerate(weights.tolist()):
-        left = len(weights) - index
-        full = load + weight > capacity or left == parts - len(begins)
-        if index > begins[-1] and full:
-            begins.append(index)
-            load = 0.0
-        load += weight
-    return begins
+def even_parts(weights: Array, parts: int) -> tuple[int, ...]:
+    """Returns the part of each item of a sequence whose heaviest part is as light as can be."""
+    count = len(weights)
+    chain = Blocks.joined(count, itertools.pairwise(range(count)))
+    found = best_cut(chain, Prices(weights, np.zeros(count), np.ones(min(parts, count))))
+    assert found is not None  # each part has an item
+    return found.assignments[0]
 
 
 OURS = "tarantella"

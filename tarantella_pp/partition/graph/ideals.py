@@ -148,21 +148,9 @@ class Blocks:
 
     def order(self, rank: Sequence[float]) -> list[int]:
         """Returns the topological order that always takes the free block of the lowest rank."""
-        import heapq
+        import networkx as nx
 
-        left = [before.bit_count() for before in self.before]
-        sizes = [nodes.bit_count() for nodes in self.nodes]
-        heap = [(rank[block], block) for block in self.first]
-        heapq.heapify(heap)
-        found = []
-        while heap:
-            _, block = heapq.heappop(heap)
-            found.append(block)
-            for one in self.after[block]:
-                left[one] -= sizes[block]
-                if not left[one]:
-                    heapq.heappush(heap, (rank[one], one))
-        return found
+        return [*nx.lexicographical_topological_sort(self.graph, key=rank.__getitem__)]
 
 
 def comes_before(graph: LayerGraph) -> Iterator[tuple[int, int]]:

@@ -19,7 +19,8 @@ GROUND = ("errors", "dependencies")
 MOST_FILES = 14
 WITHOUT_TENSORFLOW = ("schedule", "simulation", "launch", "partition/graph", "partition/plan")
 READS_KERAS = (
-    "calls", "call_shapes", "flops", "keras_reader", "placeholders", "saved_activations",
+    "calls", "flops", "keras_reader", "optimizer_slots", "placeholders",
+    "saved_activations",
 )  # fmt: skip
 """Files in these rooms that read a Keras model, and are loaded for nothing else."""
 ACROSS_ROOMS = ("", "face", "face/files", "face/fit", "face/numbers", "exactness")

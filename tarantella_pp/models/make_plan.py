@@ -18,7 +18,6 @@ from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.node_link import NamedGraph
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.options import (
-    BALANCES,
     GIVEN,
     PLACEMENTS,
     PlanOptions,
@@ -152,10 +151,8 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
     planner = Planner.of(extracted, options.optimizer, options.profile, machine, assignment)
     if len(shapes) == 1:
         planner.check_stages(shapes[0][0])
-    asked, shapes = options.balance, _possible(shapes, planner, options)
-    found = _searches(planner, options, custom, shapes)
-    wanted = [search for search in found if asked in (None, search.given.balance)]
-    others = [search for search in found if asked not in (None, search.given.balance)]
+    shapes = _possible(shapes, planner, options)
+    searches = _searches(planner, options, custom, shapes)
     further: list[PlanSearch] = []
     if options.schedule is None:
         slow = _behind_slow_links(shapes, machine)
@@ -163,20 +160,18 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
         if options.num_stages is options.stages_per_rank is options.memory_limit is None:
             cut = _cut_to_overlap(shapes, planner, options)
             further += _searches(planner, options, custom, cut)
-        further = [search for search in further if asked in (None, search.given.balance)]
-    chosen = choose_plan(wanted, others, further)
+    chosen = choose_plan(searches, further)
     if chosen is None:
-        raise PlanError(infeasible(replace(wanted[-1], roughly=False)))
+        raise PlanError(infeasible(replace(searches[-1], roughly=False)))
     return chosen
 
 
 def _searches(
     planner: Planner, options: PlanOptions, custom: Schedule | None, shapes: list[Shape]
 ) -> list[PlanSearch]:
-    """Searches among plans of some shapes: by the balance that is asked for, and by others."""
-    asked: Any = options.balance
-    balances: tuple[Any, ...] = (asked,)
-    if asked in (None, *BALANCES):  # the last one makes the plan of least memory
+    """Searches among plans of some shapes, by the balance that is asked for or by all of them."""
+    balances: tuple[Any, ...] = (options.balance,)
+    if options.balance is None:  # the last one makes the plan of least memory
         balances = ("flops", "memory") if options.profile is None else ("time", "flops", "memory")
     return [
         PlanSearch(
@@ -184,7 +179,7 @@ def _searches(
             replace(options, balance=balance, num_stages=stages, num_replicas=replicas),
             ScheduleSpec.of(custom or name, stages, ranks),
             # Plans that compete by their steps need no exact count of temporaries.
-            roughly=balance != asked,
+            roughly=options.balance is None,
         )
         for stages, replicas, ranks in shapes
         for balance in balances

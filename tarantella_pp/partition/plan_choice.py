@@ -22,16 +22,15 @@ from tarantella_pp.partition.plan_search import (
 )
 from tarantella_pp.partition.with_batch import ways_to_less_memory
 
-# Share of a step, or of memory, that a plan has to save to be advised, or to be a further one.
+# Share of a step that a further plan has to save.
 WORTHWHILE = 0.05
 
 
-def choose_plan(
-    searches: Sequence[PlanSearch],
-    others: Sequence[PlanSearch] = (),
-    further: Sequence[PlanSearch] = (),
-) -> Plan | None:
-    """Makes the plan whose step is the shortest, within the memory limit."""
+def choose_plan(searches: Sequence[PlanSearch], further: Sequence[PlanSearch] = ()) -> Plan | None:
+    """Makes the plan whose step is the shortest, within the memory limit.
+
+    Those of `further` searches are taken where they are worth it.
+    """
     deadline = time.thread_time() + PATIENCE
     candidates = _candidates(searches, deadline)
     best = _fastest(candidates, deadline)
@@ -45,12 +44,9 @@ def choose_plan(
     rest = rest or [
         c for c in candidates if c.options.num_micro_batches != chosen.num_micro_batches
     ]
-    found = {
-        "next_best": _fastest(rest, deadline, chosen),
-        "advice": _advice(best, candidates, others),
-    }
-    compared = {name: timed and _alternative(timed) for name, timed in found.items()}
-    return with_step(msgspec.structs.replace(chosen, **compared))
+    second = _fastest(rest, deadline, chosen)
+    next_best = None if second is None else _alternative(second)
+    return with_step(msgspec.structs.replace(chosen, next_best=next_best))
 
 
 def _candidates(searches: Sequence[PlanSearch], deadline: float) -> list[Candidate]:
@@ -89,23 +85,6 @@ def _fastest(
     return min(found, key=in_order, default=None)
 
 
-def _advice(
-    best: Timed, candidates: Sequence[Candidate], others: Sequence[PlanSearch]
-) -> Timed | None:
-    """Finds a plan with another balance, all else alike: a faster one, else a smaller one."""
-    seconds, chosen = best
-    alike = [c.timed for c in candidates if _but_balance(c.options) == _but_balance(chosen)]
-    most = (1 - WORTHWHILE) * largest_stage(chosen)
-    smaller = [timed for timed in alike if largest_stage(timed[1]) < most]
-    faster = []
-    for search in others:
-        shape = (search.given.num_stages, search.given.num_replicas, search.spec.name)
-        if shape == (chosen.num_stages, chosen.num_replicas, chosen.schedule):
-            faster += search.of_count(chosen.num_micro_batches)
-    faster = [timed for timed in faster if timed[0] < (1 - WORTHWHILE) * seconds]
-    return min(faster or smaller, key=in_order, default=None)
-
-
 def _alternative(timed: Timed) -> Alternative:
     seconds, plan = timed
     return Alternative(
@@ -132,10 +111,6 @@ def _differs(one: Plan, other: Plan) -> bool:
     """Whether plans run something else: stages that were simulated may become the same ones."""
     run = [(_kind(plan, plan.assignment), plan.num_micro_batches) for plan in (one, other)]
     return run[0] != run[1]
-
-
-def _but_balance(plan: PlanConfig) -> tuple[object, ...]:
-    return (plan.num_stages, plan.num_replicas, plan.schedule, plan.num_micro_batches)
 
 
 def infeasible(plan_search: PlanSearch) -> str:

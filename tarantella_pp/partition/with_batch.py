@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
-from tarantella_pp.partition.optimizer_slots import optimizer_state_bytes
+from tarantella_pp.partition.graph.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import (
     CutEdge,

@@ -6,7 +6,6 @@ import itertools
 import re
 
 import keras
-import msgspec
 import pytest
 import tensorflow as tf
 from keras import layers
@@ -296,7 +295,7 @@ def test_the_default_is_the_fastest_plan(resnet, options):
     assert plan.next_best.step_seconds == min(other.step_seconds for other in kinds)
 
 
-def test_plans_say_what_came_next_and_what_else_there_is(resnet):
+def test_plans_say_what_came_next(resnet):
     plan = make_plan(resnet, 4, schedule="1f1b", num_micro_batches=8)
     assert plan.balance == "flops"
     assert (plan.next_best.balance, plan.next_best.num_micro_batches) == ("memory", 8)
@@ -304,20 +303,13 @@ def test_plans_say_what_came_next_and_what_else_there_is(resnet):
     longer = plan.next_best.step_seconds / plan.step_seconds - 1
     less = largest(plan) - plan.next_best.memory_bytes
     trade = f"balance='memory', {100 * longer:.2g} % longer step, -{format_bytes(less)}."
-    advice = f"Advice: {trade.replace(',', ':', 1)}"
-    assert f"A step takes {plan.step_seconds:.3g} s, simulated. {advice}" in text
-    alone = " ".join(str(msgspec.structs.replace(plan, advice=None)).split())
-    assert f"A step takes {plan.step_seconds:.3g} s, simulated. Next best: {trade}" in alone
+    told = f"A step takes {plan.step_seconds:.3g} s, simulated. Next best: {trade}"
+    assert told in text
+    assert told in " ".join(render_html(plan).replace("&#39;", "'").split())
     small = make_plan(resnet, 4, schedule="1f1b", num_micro_batches=8, balance="memory")
     # Where it is not asked for, memory is balanced without what there is for a moment.
     assert largest(small) <= plan.next_best.memory_bytes
     assert small.step_seconds == pytest.approx(plan.next_best.step_seconds, rel=0.05)
-    assert (small.advice.balance, small.advice.step_seconds) == ("flops", plan.step_seconds)
-    shorter = 100 * (1 - plan.step_seconds / small.step_seconds)
-    more = format_bytes(largest(plan) - largest(small))
-    advice = f"Advice: balance='flops': {shorter:.2g} % shorter step, +{more}."
-    assert advice in " ".join(str(small).split())
-    assert advice in render_html(small).replace("&#39;", "'")
 
 
 def test_a_measured_profile_is_chosen_by(resnet):

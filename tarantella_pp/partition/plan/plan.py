@@ -90,8 +90,7 @@ class Plan(
         step_seconds: Simulated seconds of a step, sums over replicas included; `None` where that
             was not simulated.
         next_best: What would have been chosen without this plan's shape, schedule and balance.
-        advice: A plan with another balance, that is faster or needs less memory.
-        measured: What ranks had taken, in files of before; nothing is made of it.
+        advice, measured: In files of before; nothing is made of them.
         work: Arithmetic and memory traffic of each node, from which its seconds on any machine
             follow; empty in files from before plans had it.
     """
@@ -116,8 +115,8 @@ class Plan(
     machine: HardwareSpec | None = None
     step_seconds: Amount | None = None
     next_best: Alternative | None = None
-    advice: Alternative | None = None
-    measured: tuple[Any, ...] = ()
+    advice: Any = None
+    measured: Any = ()
     work: tuple[NodeWork, ...] = ()
     version: Literal[1] = 1
 

@@ -189,24 +189,16 @@ def _quality(plan: Plan) -> str:
 
 
 def choice_lines(plan: Plan) -> list[str]:
-    """Returns lines that say how long a step takes, what came next, and what else there is."""
+    """Returns lines that say how long a step takes, and what came next."""
     if plan.step_seconds is None:
         return []
-    lines = [f"A step takes {format_seconds(plan.step_seconds)}, simulated."]
-    if plan.next_best is not None and plan.next_best != plan.advice:  # which has its own line
-        lines[0] += (
-            f" Next best: {_other_options(plan, plan.next_best)}, {_trade(plan, plan.next_best)}."
-        )
-    if plan.advice is not None:
-        lines.append(f"Advice: {_other_options(plan, plan.advice)}: {_trade(plan, plan.advice)}.")
-    return lines
-
-
-def _other_options(plan: Plan, other: Alternative) -> str:
-    """The options that another plan has otherwise."""
+    step, other = f"A step takes {format_seconds(plan.step_seconds)}, simulated.", plan.next_best
+    if other is None:
+        return [step]
     names = ("num_stages", "num_replicas", "num_micro_batches", "schedule", "balance")
-    found = [(name, getattr(other, name)) for name in names]
-    return ", ".join(f"{name}={value!r}" for name, value in found if value != getattr(plan, name))
+    pairs = [(name, getattr(other, name)) for name in names]
+    differ = [f"{name}={value!r}" for name, value in pairs if value != getattr(plan, name)]
+    return [f"{step} Next best: {', '.join(differ)}, {_trade(plan, other)}."]
 
 
 def _trade(plan: Plan, other: Alternative) -> str:

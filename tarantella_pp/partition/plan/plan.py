@@ -116,7 +116,7 @@ class Plan(
     step_seconds: Amount | None = None
     next_best: Alternative | None = None
     advice: Any = None
-    measured: Any = ()
+    measured: tuple[Any, ...] = ()
     work: tuple[NodeWork, ...] = ()
     version: Literal[1] = 1
 

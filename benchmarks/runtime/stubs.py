@@ -138,10 +138,7 @@ class StubStep:
     def finish(self, micro_batch: int, results: Sequence[Any]) -> None:
         self.finished.append(micro_batch)
 
-    def run_pending(self) -> bool:
-        return False
-
-    def flush_overdue(self) -> bool:
+    def update_metrics(self) -> bool:
         return False
 
     def forwards_done(self) -> None:

@@ -99,13 +99,9 @@ class BatchStep:
         if not (self.training or self._at_once):
             self._take_loss(micro_batch)
 
-    def run_pending(self) -> bool:
-        """Updates metrics while this rank waits; returns whether there was anything to do."""
+    def update_metrics(self) -> bool:
+        """Updates metrics with the outputs that wait for it; returns whether there were any."""
         return self._metrics is not None and self._metrics.run_pending()
-
-    def flush_overdue(self) -> bool:
-        """Updates metrics for which outputs must not wait; returns whether there were any."""
-        return self._metrics is not None and self._metrics.flush_overdue()
 
     def forwards_done(self) -> None:
         """Reports what this rank adds to the loss, while it goes on with the backward passes."""
@@ -189,7 +185,7 @@ class BatchStep:
             losses = [tf.zeros_like(loss) for loss in losses]
         losses[0] += self.added + tf.constant(elsewhere, self._dtype)
         total, *each = self._exchange.added_up(losses)
-        metrics.finish()
+        metrics.run_pending()
         if self._by_parts:
             self._exchange.merge_metrics(metrics.variables)
         return metrics.logs(total, each, batch.rows)

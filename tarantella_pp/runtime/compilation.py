@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from tarantella_pp.internals.training import (
     track_loss,
 )
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
-from tarantella_pp.partition.peak_memory import WAITING_OUTPUTS
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.runtime.comm.collective import on_one_rank
 from tarantella_pp.runtime.data.batch import Batch, made_of
@@ -38,8 +36,8 @@ class BatchMetrics:
 
     A metric is additive if parts of a batch add to its state what the batch adds, as with all of
     Keras' own but means of something that looks at several samples.
-    Where all are, they are updated while the rank waits, and outputs are let go. Otherwise all
-    outputs of a batch are kept, and the metrics updated with all of it at once.
+    Where all are, they are updated when the gradients of a micro-batch are on their way, and its
+    outputs are let go. Otherwise all outputs are kept, and metrics updated with all at once.
     """
 
     def __init__(self, model: Any, extracted: ExtractedModel, boundary: StageBoundary) -> None:
@@ -48,7 +46,7 @@ class BatchMetrics:
         self._pack = functools.partial(pack_outputs, extracted, boundary)
         self._outputs = [output_spec(extracted, tensor) for tensor in boundary.model_outputs]
         self._compiled: dict[Hashable, CompiledFunction] = {}
-        self._waiting: deque[tuple[Hashable, list[tf.Tensor]]] = deque()
+        self._waiting: tuple[CompiledFunction, list[tf.Tensor]] | None = None
         self._make_logs = tf.function(self._logs, autograph=False, reduce_retracing=True)
 
     @property
@@ -65,36 +63,28 @@ class BatchMetrics:
         )
 
     def add(self, y: Any, results: Sequence[tf.Tensor], weight: Any, signature: Hashable) -> None:
-        """Takes samples to update the metrics with, now or later."""
+        """Takes samples to update the metrics with when `run_pending` is called."""
         if self._metrics is None:
             return
+        self.run_pending()
         arguments = (y, list(results), weight)
         if signature not in self._compiled:
             self._compiled[signature] = CompiledFunction.like(
                 self._update, arguments, any_rows=True
             )
-        self._waiting.append((signature, dense_tensors(arguments)))
+        self._waiting = self._compiled[signature], dense_tensors(arguments)
 
     def run_pending(self) -> bool:
-        """Updates the metrics with what has waited longest; returns whether there was anything."""
-        if not self._waiting:
+        """Updates the metrics with what waits for it; returns whether there was anything."""
+        if self._waiting is None:
             return False
-        signature, tensors = self._waiting.popleft()
-        self._compiled[signature](*tensors)
+        (update, tensors), self._waiting = self._waiting, None
+        update(*tensors)
         return True
-
-    def flush_overdue(self) -> bool:
-        """Does what must not be left for later; returns whether there was anything."""
-        return len(self._waiting) > WAITING_OUTPUTS and self.run_pending()
-
-    def finish(self) -> None:
-        """Does all that is left."""
-        while self.run_pending():
-            pass
 
     def clear(self) -> None:
         """Forgets the rest of a step that does not end."""
-        self._waiting.clear()
+        self._waiting = None
 
     def logs(self, loss: tf.Tensor, each: Sequence[tf.Tensor], rows: int) -> Mapping[str, Any]:
         """Updates the loss trackers with one batch; returns Keras' logs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from tarantella_pp.runtime.recorder import METRICS, Recorder, Span
@@ -49,10 +49,8 @@ class Executor:
         self._activations: dict[Message, Sequence[tf.Tensor]] = {}
         self._gradients: dict[Message, Sequence[tf.Tensor]] = {}
         self._awaited: dict[tuple[Direction, Message], Transfer] = {}
-        self._waits_since = 0.0
         self._except_last = except_last
         self._kept_whole: frozenset[tuple[int, int]] = frozenset()
-        self._step: BatchStep
 
     def run(self, schedule: Schedule, step: BatchStep) -> None:
         """Runs this rank's part of one step."""
@@ -63,7 +61,6 @@ class Executor:
         receives = [action for action in transfers if action.operation == "R"]
         self._messages.begin(receives, step.sizes, window)
         self._kept_whole = kept_whole(program, self._except_last)
-        self._step = step
         forwards_left = sum(isinstance(a, Compute) and a.kind == "F" for a in program)
         reduces = False
         for action in program:
@@ -78,7 +75,8 @@ class Executor:
                     step.reduce(action.stage, action.bucket)
                 continue
             stage = self._stages[action.stage]
-            self._noted(step.flush_overdue)  # only now, for others wait for what was computed
+            if action.kind == "F":
+                self._update_metrics(step)  # only now, for others wait for what was computed
             arrived = self._await_messages(stage.boundary, action)
             start = time.perf_counter()
             if action.kind == "F":
@@ -112,15 +110,13 @@ class Executor:
         self._messages.send(action, kept.pop(action.message))
         self.recorder.spans.append(Span(action, start, time.perf_counter()))
 
-    def _noted(self, work: Callable[[], bool]) -> bool:
-        """Updates metrics, between computations or while waiting, and notes it if there was any."""
+    def _update_metrics(self, step: BatchStep) -> None:
+        """Updates metrics with the outputs that wait for it, if any do."""
         start = time.perf_counter()
         with self._messages.computing():
-            found = work()
+            found = step.update_metrics()
         if found:
-            self._waits_since = time.perf_counter()
-            self.recorder.spans.append(Span(METRICS, start, self._waits_since))
-        return found
+            self.recorder.spans.append(Span(METRICS, start, time.perf_counter()))
 
     def _await_messages(self, boundary: StageBoundary, action: Compute) -> list[tf.Tensor]:
         """The tensors that a computation needs of other stages, once all of them are here."""
@@ -140,9 +136,9 @@ class Executor:
         action = self._awaited.pop((direction, message), None)
         if action is None:
             return (self._activations if direction == "F" else self._gradients).pop(message)
-        self._waits_since = time.perf_counter()
-        arrived = self._messages.receive(action, lambda: self._noted(self._step.run_pending))
-        self.recorder.spans.append(Span(action, self._waits_since, time.perf_counter()))
+        start = time.perf_counter()
+        arrived = self._messages.receive(action)
+        self.recorder.spans.append(Span(action, start, time.perf_counter()))
         return arrived
 
     def _forward(

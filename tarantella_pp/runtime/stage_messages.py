@@ -133,16 +133,14 @@ class StageMessages:
         while action in self._not_posted:
             self._post_next()
 
-    def receive(
-        self, action: Transfer, meanwhile: Callable[[], bool] | None = None
-    ) -> list[tf.Tensor]:
+    def receive(self, action: Transfer) -> list[tf.Tensor]:
         """Waits for a message."""
         self._post_ahead()
         request = self._posted.pop(action, None)
         if request is None:
             request = self._post_dynamic(action)
         # The next receive is posted after a send, when no other stage waits for this one.
-        arrays = request.wait(meanwhile)
+        arrays = request.wait()
         values = [self._conversion.to_tensor(array) for array in arrays]
         form = self._format(action)
         return list(map(self._conversion.cast, values, form.dtypes)) if form.narrows else values

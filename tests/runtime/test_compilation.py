@@ -12,11 +12,7 @@ from keras import ops
 
 from tarantella_pp.internals import training
 from tarantella_pp.internals.functional import get_mask, set_mask
-from tarantella_pp.partition.graph.keras_reader import extract
-from tarantella_pp.partition.peak_memory import WAITING_OUTPUTS
-from tarantella_pp.runtime.compilation import BatchMetrics
 from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts
-from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries
 
 pytestmark = pytest.mark.keras
 
@@ -162,24 +158,3 @@ def test_masks_of_outputs_are_tried():
     )
     reason = why_not_by_parts(training.compiled_metrics(model), pack, tf.constant(Y), specs, None)
     assert "looks at several samples" in reason
-
-
-def test_outputs_wait_for_a_moment_to_spare_but_not_many_of_them():
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
-    model.compile(None, "mse", metrics=["mae"])
-    symbol = keras.KerasTensor((None, 3))
-    training.build_metrics(model, symbol, symbol, None)
-    extracted = extract(model)
-    metrics = BatchMetrics(model, extracted, stage_boundaries(extracted.graph, [0], 1)[0])
-    p = np.linspace(0.0, 1.0, 18, dtype="float32").reshape(6, 3)
-    (metric,) = training.compiled_metrics(model).metrics
-    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        metrics.add(tf.constant(Y[rows]), [tf.constant(p[rows])], None, "signature")
-    assert float(metric.count) == 0.0
-    assert metrics.flush_overdue()
-    assert metrics.flush_overdue() == (WAITING_OUTPUTS < 2)
-    metrics.finish()
-    assert not metrics.flush_overdue()
-    assert not metrics.run_pending()
-    assert float(metric.count) == 6.0
-    assert float(metric.result()) == pytest.approx(np.abs(Y - p).mean(), rel=1e-6)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks.runtime.stubs import Seconds, StubPipeline, StubStep
+from benchmarks.runtime.stubs import Seconds, StubPipeline
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm import machine as links
 from tarantella_pp.runtime.comm.communicator import Communicator, world
@@ -15,7 +15,6 @@ from tarantella_pp.runtime.recorder import (
     Span,
     alike,
     gather_steps,
-    is_busy,
 )
 from tarantella_pp.schedule import Compute, Transfer, make_schedule
 from tests.helpers.mpi import find_mpiexec, mpi_run
@@ -96,34 +95,6 @@ def test_clocks_of_one_host_are_one_clock_and_others_are_set_right():
     offsets = [offset for _, _, offset in recorded()]
     assert offsets[0] == 0.0
     assert offsets[1:] == pytest.approx([-AHEAD, -2 * AHEAD], abs=1.0)
-
-
-def use_waits():
-    """Runs on every rank: a step in which there is other work, in pieces of a millisecond."""
-    pieces = [1e-3] * 3
-
-    def run_pending(self):
-        if pieces:
-            time.sleep(pieces.pop())
-            return True
-        return False
-
-    StubStep.run_pending = run_pending
-    recorder = Recorder(1)
-    StubPipeline("1f1b", 2, 2, Seconds(0.05, 0.05), world(), recorder=recorder).step()
-    return [(str(span.what), span.start, span.end) for span in recorder.last.spans], len(pieces)
-
-
-@needs_mpi
-@pytest.mark.mpi
-def test_a_wait_is_used_for_other_work_and_the_rest_of_it_recorded():
-    spans, left = mpi_run(2, use_waits, timeout=60).check().results[0]
-    names = [what for what, _, _ in spans if "S" not in what]
-    assert names == ["0F0", "0F1", *["metrics"] * 3, "1>0RB0", "0BW0", "1>0RB1", "0BW1"]
-    assert left == 0
-    edges = [moment for _, start, end in spans for moment in (start, end)]
-    assert edges == sorted(edges)
-    assert is_busy("metrics")
 
 
 def run_steps(recorder, count):

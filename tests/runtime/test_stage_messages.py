@@ -81,7 +81,7 @@ class Arriving:
     def __init__(self, sent, number):
         self._sent, self._number = sent, number
 
-    def wait(self, meanwhile=None):
+    def wait(self):
         return self._sent[self._number]
 
 

@@ -71,7 +71,7 @@ class CollectiveRequest(Generic[_Result]):
         """Moves it on; returns whether it is done, or has raised an error that a wait has shown."""
         return self._error is not None or self.ready()
 
-    def wait(self, meanwhile: Callable[[], bool] | None = None) -> _Result:
+    def wait(self) -> _Result:
         """Waits for the result."""
         channel = self._channel
         if not self.ready() and channel is not None:
@@ -80,7 +80,6 @@ class CollectiveRequest(Generic[_Result]):
                 self.__str__,
                 [r for r in channel.world_ranks if r != channel.world_ranks[channel.rank]],
                 coming=lambda: sum(message.coming() for message in self.missing()),
-                meanwhile=meanwhile,
                 check=self.check,
             )
         if channel is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,14 +150,13 @@ class RecvRequest:
                 self._channel.received(self)
         return True
 
-    def wait(self, meanwhile: Callable[[], bool] | None = None) -> list[NDArray[Any]]:
+    def wait(self) -> list[NDArray[Any]]:
         """Waits for the message."""
         self._channel.waiter.until(
             self.ready,
             self.__str__,
             (self.world_rank,),
             coming=self.coming,
-            meanwhile=meanwhile,
             check=self.check,
         )
         return self._arrays

@@ -118,9 +118,9 @@ _LOG = logging.getLogger(__name__)
 #                \                   /
 #     rank 1   ~~~ F0 ........... B0 sends, rings  ~  waits for the activation of micro-batch 0
 #
-#     one wait   poll poll poll | work | sleep . sleep .. sleep .... ring, poll: done
-#                1 ms at most     what    longer and longer; a ring ends a sleep; every 50 ms:
-#                                 is left  has a rank ended? is it too long?
+#     one wait   poll poll poll | sleep . sleep .. sleep .... ring, poll: done
+#                1 ms at most     longer and longer; a ring ends a sleep; every 50 ms:
+#                                 has a rank ended? is it too long?
 #
 # MPI's own waits never give up the core. Here the first moments of a wait poll, each time letting
 # whoever else wants the core have it, and only while nobody does: a yield that takes longer than
@@ -204,14 +204,13 @@ class Waiter:
         peers: Sequence[int] = (),
         *,
         limited: bool = True,
-        meanwhile: Callable[[], bool] | None = None,
         coming: Callable[[], int] | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
         """Returns as soon as `done()` is true.
 
-        Meanwhile it does other work as long as `meanwhile()` has any. `check()` raises if the wait
-        is in vain. Whoever can say with `coming()` how many bytes are known to come is rung for.
+        `check()` raises if the wait is in vain. Whoever can say with `coming()` how many bytes are
+        known to come is rung for.
         """
         if done():
             return
@@ -221,9 +220,6 @@ class Waiter:
         while not contended and (now := time.perf_counter()) < end:
             os.sched_yield()
             contended = time.perf_counter() - now > _CONTENDED_SECONDS
-            if done():
-                return
-        while meanwhile is not None and meanwhile():
             if done():
                 return
         near = all(map(self._wakeup.reaches, peers))

@@ -251,25 +251,6 @@ def test_limits() -> None:
             Limits.from_environment({"TNT_TIMEOUT": text})
 
 
-def test_a_wait_is_used_for_other_work_until_it_ends_or_there_is_none() -> None:
-    slept: list[float] = []
-    bell = Wakeup()
-    bell.sleep = slept.append  # type: ignore[assignment]
-    waiter = Waiter(0, Limits(), tuple, bell, str)
-    done: list[str] = []
-
-    def work() -> bool:
-        done.append("piece")
-        return len(done) < 4
-
-    waiter.until(lambda: len(done) == 2, lambda: "the second piece", meanwhile=work)
-    assert (len(done), slept) == (2, [])
-    waiter.until(lambda: len(slept) > 1, lambda: "a sleep", meanwhile=work)
-    assert len(done) == 4
-    waiter.until(lambda: True, lambda: "nothing", meanwhile=work)
-    assert len(done) == 4
-
-
 def connected_bells() -> list[Wakeup]:
     bells = [Wakeup(), Wakeup()]
     for bell in bells:

@@ -22,11 +22,10 @@ from tarantella_pp.runtime.comm.collective import collective
 from tarantella_pp.runtime.data.data_adapter import (
     GivenData,
     given_data,
-    predict_function,
     shared_adapter,
     shared_adapters,
-    step_function,
 )
+from tarantella_pp.runtime.engine import predict_function, step_function
 
 # It is put before classes of models, Functional or not.
 _AnyModel: Any = object

@@ -128,19 +128,6 @@ class BatchStep:
             return {port: pieces[micro_batch] for port, pieces in self._gradients.items()}
         return self._take_loss(micro_batch)
 
-    def compile_loss(self) -> None:
-        """Compiles the loss for the shapes of this step before it runs, where they are known."""
-        if self._loss is None:
-            return
-        by_rows = {rows: i for i, rows in enumerate(self.sizes)}
-        kinds = {self.batch.rows: None} if self._at_once else by_rows
-        for rows, micro_batch in kinds.items():
-            outputs = self._loss.outputs(rows)
-            if outputs is None:
-                return
-            arguments = self._loss_arguments(micro_batch, outputs)
-            self._loss.compile(arguments, (self.batch.signature, rows), self.training)
-
     def _loss_arguments(self, micro_batch: int | None, outputs: Sequence[Any]) -> LossArguments:
         """What the loss of a micro-batch, or of the whole batch, is computed from."""
         batch = self.batch

@@ -132,7 +132,6 @@ class Compilation:
         self.update = OptimizerStep(model.optimizer, modules, model.trainable_variables, weights)
         # Only a step that has run shows which weights gradients reach.
         self.reach_known = False
-        self.tried: set[tuple[bool, bytes, int]] = set()
         self._model = model
         self._modules = modules
         self._speaks = weights.table.speaks

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import signal
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import keras
 
 from tarantella_pp.internals.state import only_traced
 from tarantella_pp.internals.training import compiled_loss, compiled_metrics, standardize_inputs
@@ -16,7 +19,6 @@ from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import with_findings
 from tarantella_pp.runtime.batch_step import BatchStep
-from tarantella_pp.runtime.comm.collective import on_all_ranks
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.data.batch import Batch, BatchShare, batch_shares, needs_of_ranks
@@ -100,7 +102,6 @@ class Engine:
         with self._whole_or_nothing():
             # What can fail does so before any message of the step is under way.
             self._rehearse(batch, training=True)
-            self._compile_loss(batch, compiled, training=True)
         # Taken before it runs, so that an error in it does not have it run twice.
         prepare, self.before_training = self.before_training, None
         if prepare is not None:
@@ -124,7 +125,7 @@ class Engine:
                 update.apply(arrived, reduced)
             # New values of tied weights travel while the logs do.
             with recorder.span(LOGS):
-                self.logs = self.shared_logs.share("train", step)
+                self.logs = self.shared_logs.share(step)
             with self._exchange(TIES, self.weights.ties.exist):
                 self.weights.ties.copies.refresh()
         self.schedules.learn(recorder.last)
@@ -137,14 +138,13 @@ class Engine:
         with self._whole_or_nothing():
             self._rehearse(batch, training=False)
             compiled = self._compiled_for(batch)
-            self._compile_loss(batch, compiled, training=False)
             step = self._step(batch, compiled, training=False)
             schedule = self.schedules.inference(len(step.sizes))
             self._exchanges = True
             with self.stages.begun(step) as executor:
                 executor.run(schedule, step)
             compiled.check_losses(training=False)
-            self.logs = self.shared_logs.share("test", step)
+            self.logs = self.shared_logs.share(step)
         return self.logs
 
     def predict(self, batch: Batch) -> Any:
@@ -152,13 +152,11 @@ class Engine:
         step = self._step(batch, None, training=False)
         with self._whole_or_nothing():
             self._rehearse(batch, training=False)
-            self.shared_logs.predicted()
             schedule = self.schedules.inference(len(step.sizes))
             self._exchanges = True
             with self.stages.begun(step) as executor:
                 executor.run(schedule, step)
-            messages = self.shared_logs.messages
-            results = messages.share_tensors(step.whole_results() if messages.is_source else ())
+            results = self.shared_logs.share_outputs(step)
         return pack_outputs(self.extracted, self.stages.boundaries[-1], results)
 
     def share_metrics(self) -> None:
@@ -180,7 +178,6 @@ class Engine:
         """Makes the next step look at the model's loss, metrics and optimizer anew."""
         self.memory.forget()
         self._compilation = None
-        self.shared_logs.messages.forget_names()
 
     def up_to_date(self) -> Engine:
         """Returns this engine, or one like it if its stages have run or weights were frozen.
@@ -217,17 +214,6 @@ class Engine:
         self._exchanges = False
         if error is not None:
             raise error
-
-    def _compile_loss(self, batch: Batch, compiled: Compilation, training: bool) -> None:
-        """Compiles the loss before the first step with batches of a kind.
-
-        An error in it is one of all ranks, and leaves them able to go on.
-        """
-        kind = (training, batch.signature, batch.rows)
-        if kind not in compiled.tried and self.communicator.size > 1:
-            step = self._step(batch, compiled, training=training)
-            on_all_ranks(self.communicator, "compile the loss", step.compile_loss)
-            compiled.tried.add(kind)
 
     def _step(self, batch: Batch, compiled: Compilation | None, *, training: bool) -> BatchStep:
         """A step, with loss and metrics if compiled."""
@@ -283,6 +269,40 @@ class Engine:
                 )  # fmt: skip
             self.shared_logs.guard_metrics()
         return self._compilation
+
+
+def step_function(
+    engine: Any, step: Callable[[Batch], dict[str, Any]], steps_per_execution: int
+) -> Callable[[Iterator[Any]], dict[str, Any]]:
+    """Makes a function that trains or evaluates, as Keras' loops expect it."""
+
+    def run(iterator: Iterator[Any]) -> dict[str, Any]:
+        data = next(iterator)
+        logs = step(_batch(engine, data))
+        if not isinstance(data, Batch):  # a single batch is an epoch of its own
+            engine.share_metrics()
+            return logs
+        for batch in itertools.islice(iterator, steps_per_execution - 1):
+            logs = step(batch)
+        return logs
+
+    return run
+
+
+def predict_function(engine: Any) -> Callable[[Sequence[Any]], Any]:
+    """Makes a function that predicts, as Keras' loops expect it."""
+
+    def run(data: Sequence[Any]) -> Any:
+        outputs = [engine.predict(_batch(engine, each)) for each in data]
+        return keras.tree.map_structure(lambda *parts: keras.ops.concatenate(parts), *outputs)
+
+    return run
+
+
+def _batch(engine: Any, data: Any) -> Batch:
+    """A batch of this rank, or its part of one that a method for single batches was given."""
+    found: Batch = data if isinstance(data, Batch) else next(engine.feed.batches([data]))
+    return found
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from tarantella_pp.internals.training import compiled_loss, reduction_of, sample
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.probes.parts import MEAN, ROWS, SUM
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, dense_tensors
-from tarantella_pp.runtime.stage.model_outputs import output_spec, pack_outputs
+from tarantella_pp.runtime.stage.model_outputs import pack_outputs
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageBoundary
 
 _COMPILED_SIGNATURES = 16
@@ -36,7 +36,7 @@ class LossArguments(NamedTuple):
 
     of_samples: bool  # whether it is what some samples contribute to the loss of their batch
     y: Any  # the targets
-    results: list[Any]  # the model's outputs; to compile the loss, specs will do
+    results: list[Any]  # the model's outputs
     weights: Any  # sample weights of a batch; or the coefficients of samples, loss by loss
     scale: tf.Tensor | None  # gradients are multiplied with it, if given
 
@@ -57,7 +57,6 @@ class BatchLoss:
         boundary: StageBoundary,
         kinds: Sequence[str] = (),
     ) -> None:
-        self._extracted = extracted
         self._kinds = kinds
         self._results = boundary.model_outputs
         self._pack = functools.partial(pack_outputs, extracted, boundary)
@@ -83,7 +82,12 @@ class BatchLoss:
         self, arguments: LossArguments, signature: Hashable, differentiate: bool
     ) -> LossValue:
         """The loss, compiled for these shapes, or for any once there were too many."""
-        compiled = self.compile(arguments, signature, differentiate)
+        results = tuple((tensor.shape, tensor.dtype) for tensor in arguments.results)
+        key = (arguments.of_samples, differentiate, signature, results)
+        compiled = self._compiled.get(key)
+        if compiled is None and len(self._compiled) < _COMPILED_SIGNATURES:
+            run = functools.partial(self._valued, arguments.of_samples, differentiate)
+            compiled = self._compiled[key] = CompiledFunction.like(run, arguments[1:])
         if compiled is not None:
             total, *rest = compiled(*dense_tensors(arguments[1:]))
         else:
@@ -96,18 +100,6 @@ class BatchLoss:
         gradients = rest[len(rest) - len(tensors) :]
         each = rest[: len(rest) - len(tensors)]
         return LossValue(total, each, dict(zip(tensors, gradients, strict=True)))
-
-    def compile(
-        self, arguments: LossArguments, signature: Hashable, differentiate: bool
-    ) -> CompiledFunction | None:
-        """A function compiled for outputs, or their specs; `None` once there were too many."""
-        results = tuple((tensor.shape, tensor.dtype) for tensor in arguments.results)
-        key = (arguments.of_samples, differentiate, signature, results)
-        compiled = self._compiled.get(key)
-        if compiled is None and len(self._compiled) < _COMPILED_SIGNATURES:
-            run = functools.partial(self._valued, arguments.of_samples, differentiate)
-            compiled = self._compiled[key] = CompiledFunction.like(run, arguments[1:])
-        return compiled
 
     def coefficients(
         self, y: Any, outputs: Sequence[tf.Tensor], sample_weight: Any, rows: int, signature: Any
@@ -122,12 +114,6 @@ class BatchLoss:
         if key not in self._compiled:
             self._compiled[key] = CompiledFunction.like(measure, (y, sample_weight))
         return self._compiled[key](*dense_tensors((y, sample_weight)))
-
-    def outputs(self, rows: int) -> list[tf.TensorSpec] | None:
-        """What the model's outputs with their masks look like; `None` if the model does not say."""
-        specs = [output_spec(self._extracted, tensor, rows) for tensor in self._results]
-        known = (s.shape.is_fully_defined() and s.shape.rank and s.shape[0] == rows for s in specs)
-        return specs if all(known) else None
 
     def _valued(
         self,

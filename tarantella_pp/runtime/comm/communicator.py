@@ -33,6 +33,8 @@ _LOG = logging.getLogger(__name__)
 _Json = TypeVar("_Json")
 _Result = TypeVar("_Result")
 _Array = NDArray[Any]
+# The first message with a value has its size and so much of it, usually all.
+_FIRST_BYTES = 1024
 
 
 class Communicator:
@@ -183,6 +185,27 @@ class Communicator:
         self.broadcast(data, root)
         decoded: _Json = msgspec.msgpack.decode(data.data)
         return decoded
+
+    def send_json(self, value: Any, dests: Sequence[int], tag: int, *, label: str = "") -> None:
+        """Starts to send a value to other ranks, which take it with `receive_json`."""
+        data = _encode(value)
+        first, rest = np.zeros(_FIRST_BYTES, np.uint8), data[_FIRST_BYTES - 8 :]
+        first[:8] = np.array([data.size], np.int64).view(np.uint8)
+        first[8 : 8 + data.size] = data[: _FIRST_BYTES - 8]
+        for dest in dests:
+            self.send([first], dest, tag, label=label)
+            if rest.size:
+                self.send([rest], dest, tag, label=label)
+
+    def receive_json(self, source: int, tag: int, *, label: str = "") -> Any:
+        """Waits for a value that another rank sends."""
+        spec = TensorSpec((_FIRST_BYTES,), np.dtype(np.uint8))
+        first = self.post_receive([spec], source, tag, label=label).wait()[0]
+        size, data = int(first[:8].view(np.int64)[0]), first[8:]
+        if size > data.size:
+            spec = TensorSpec((size - data.size,), np.dtype(np.uint8))
+            data = np.append(data, self.post_receive([spec], source, tag, label=label).wait()[0])
+        return msgspec.msgpack.decode(data[:size].data)
 
     def allgather_json(self, value: _Json) -> list[_Json]:
         """Returns the list of the values that all ranks pass, on every rank."""

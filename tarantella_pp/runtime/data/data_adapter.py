@@ -9,7 +9,6 @@ random numbers, gives each rank something else.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -98,40 +97,6 @@ class FeedAdapter(DataAdapter):
         self._engine.share_metrics()
         if self._adapter is not None:
             self._adapter.on_epoch_end()
-
-
-def step_function(
-    engine: Any, step: Callable[[Batch], dict[str, Any]], steps_per_execution: int
-) -> Callable[[Iterator[Any]], dict[str, Any]]:
-    """Makes a function that trains or evaluates, as Keras' loops expect it."""
-
-    def run(iterator: Iterator[Any]) -> dict[str, Any]:
-        data = next(iterator)
-        logs = step(_batch(engine, data))
-        if not isinstance(data, Batch):  # a single batch is an epoch of its own
-            engine.share_metrics()
-            return logs
-        for batch in itertools.islice(iterator, steps_per_execution - 1):
-            logs = step(batch)
-        return logs
-
-    return run
-
-
-def predict_function(engine: Any) -> Callable[[Sequence[Any]], Any]:
-    """Makes a function that predicts, as Keras' loops expect it."""
-
-    def run(data: Sequence[Any]) -> Any:
-        outputs = [engine.predict(_batch(engine, each)) for each in data]
-        return keras.tree.map_structure(lambda *parts: keras.ops.concatenate(parts), *outputs)
-
-    return run
-
-
-def _batch(engine: Any, data: Any) -> Batch:
-    """A batch of this rank, or its part of one that a method for single batches was given."""
-    found: Batch = data if isinstance(data, Batch) else next(engine.feed.batches([data]))
-    return found
 
 
 class GivenData(NamedTuple):

@@ -35,7 +35,7 @@ from tarantella_pp.runtime.data.batch import (
     tensors_in,
 )
 
-_HEADER_TAG, _NEWS_TAG, _DATA_TAG = 1, 2, 3
+_NEWS_TAG, _DATA_TAG = 2, 3
 # What stands for a number of samples where none follow.
 _END, _FAILED = -1, -2
 
@@ -65,7 +65,6 @@ class DataFeed:
         self._need = needs[communicator.rank]
         self._standardize = standardize
         self._shares = shares
-        self._announced: dict[int, bytes] = {}  # what each reader has told last
         first = {need.replica: rank for rank, need in reversed(list(enumerate(needs)))}
         # The first rank of each replica reads for it where each of them reads.
         self.readers = [first[replica] for replica in sorted(first)]
@@ -136,32 +135,14 @@ class DataFeed:
             part = ReadPart(_END)
         except Exception as error:
             part = ReadPart(_FAILED, f"{type(error).__name__}: {error}".encode(), failure=error)
-        own = self._communicator.rank
-        # A structure that all know is not sent again.
-        news = b"" if part.signature == self._announced.get(own) else part.signature
-        header, text = np.array([part.rows, len(news)], np.int64), np.frombuffer(news, np.uint8)
-        for rank in range(self._communicator.size):
-            if rank != own:
-                self._communicator.send([header], rank, _HEADER_TAG, label="batch header")
-                if news:
-                    self._communicator.send([text], rank, _NEWS_TAG, label="batch structure")
-        if part.rows >= 0:
-            self._announced[own] = part.signature
+        ranks = self._communicator
+        others = [rank for rank in range(ranks.size) if rank != ranks.rank]
+        ranks.send_json([part.rows, part.signature], others, _NEWS_TAG, label="batch structure")
         return part
 
     def _hear(self, reader: int) -> ReadPart:
         """Hears what another rank has read."""
-        rows, size = self._get((2,), np.int64, reader, _HEADER_TAG).tolist()
-        news = self._get((size,), np.uint8, reader, _NEWS_TAG).tobytes() if size else b""
-        if rows < 0:
-            return ReadPart(rows, news)
-        if news:
-            self._announced[reader] = news
-        return ReadPart(rows, self._announced[reader])
-
-    def _get(self, shape: tuple[int], dtype: Any, reader: int, tag: int) -> np.ndarray[Any, Any]:
-        spec = TensorSpec(shape, np.dtype(dtype))
-        return self._communicator.post_receive([spec], reader, tag, label="data").wait()[0]
+        return ReadPart(*self._communicator.receive_json(reader, _NEWS_TAG, label="a batch"))
 
     def _check_parts(self, heard: Sequence[ReadPart]) -> None:
         """Refuses parts of a batch that are not the replicas' shares of it."""

@@ -157,7 +157,6 @@ class ReplicaSteps:
         found = on_one_rank(
             ranks, _TRIES, f"try {what}",
             lambda: found_kinds(tried, tensors, what, by_rows=name == "predict_step"),
-            UnsupportedModelError,
         )  # fmt: skip
         kinds = StepKinds(*found)
         return PreparedStep(run, tried.written, kinds, statistics, ranks, self._gradient_dtype)

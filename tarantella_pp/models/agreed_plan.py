@@ -49,7 +49,7 @@ def agreed_plan(
         return best.to_json()
 
     # Devices and clocks of ranks may differ, and plans with them: one rank decides for all.
-    agreed = Plan.from_json(on_one_rank(communicator, 0, "make the plan", make, PlanError))
+    agreed = Plan.from_json(on_one_rank(communicator, 0, "make the plan", make))
     agreed.check(extracted.graph)
     return agreed
 

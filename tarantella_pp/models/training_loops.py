@@ -21,7 +21,6 @@ from tarantella_pp.internals.optimizers import settable_learning_rate
 from tarantella_pp.runtime.comm.collective import collective
 from tarantella_pp.runtime.data.data_adapter import (
     GivenData,
-    given_data,
     shared_adapter,
     shared_adapters,
 )
@@ -98,14 +97,14 @@ class TrainingLoops(_AnyModel):
             data, held_out = (x, y, sample_weight), validation_data
             if validation_split and held_out is None:
                 data, held_out = train_validation_split(data, validation_split)
-            first = given_data(
-                data, batch_size, steps_per_epoch, shuffle=shuffle, class_weight=class_weight
-            )
+            options = {"batch_size": batch_size, "steps_per_epoch": steps_per_epoch}
+            first = GivenData(data, {**options, "shuffle": shuffle, "class_weight": class_weight})
             if held_out is None:
                 return [first, None]
             size = validation_batch_size or batch_size
             parts = keras.utils.unpack_x_y_sample_weight(held_out)
-            return [first, given_data(parts, size, validation_steps)]
+            options = {"batch_size": size, "steps_per_epoch": validation_steps}
+            return [first, GivenData(parts, options)]
 
         checkpoint = checkpoint_of(callbacks)
         train, validation = shared_adapters(engine, find, describe=checkpoint is not None)

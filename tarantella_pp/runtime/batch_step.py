@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tarantella_pp.internals.optimizers import loss_scale
 from tarantella_pp.runtime.comm.process_groups import ReplicaExchange
-from tarantella_pp.runtime.compilation import Compilation
+from tarantella_pp.runtime.compilation import BatchMetrics, Compilation
 from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.loss import LossArguments, LossValue
 from tarantella_pp.runtime.probes.stage_probe import StageProbe
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor
-
-_T = TypeVar("_T")
 
 
 class BatchStep:
@@ -42,8 +40,9 @@ class BatchStep:
         self._exchange = exchange
         self._compiled = compiled
         self._update = None if compiled is None else compiled.update
-        self._metrics = None if compiled is None else compiled.metrics
-        self._loss = None if compiled is None else compiled.loss
+        # Only on the rank of the last stage, as all that needs them.
+        self._metrics: Any = None if compiled is None else compiled.metrics
+        self._loss: Any = None if compiled is None else compiled.loss
         coupled = compiled is not None and compiled.coupling is not None
         self._at_once = coupled or len(batch.share.sizes) == 1
         self._by_parts = compiled is not None and compiled.why_whole(batch) is None
@@ -134,7 +133,7 @@ class BatchStep:
         if micro_batch is None:
             return LossArguments(False, batch.y, [*outputs], batch.sample_weight, self._scale)
         if self._coefficients is None:
-            found = _required(self._loss).coefficients(
+            found = self._loss.coefficients(
                 batch.y, outputs, batch.sample_weight, batch.rows, batch.signature
             )
             self._coefficients = [self._split_whole(coefficient) for coefficient in found]
@@ -148,7 +147,7 @@ class BatchStep:
         else:
             outputs, rows = [*self.results[micro_batch]], self.sizes[micro_batch]
         arguments = self._loss_arguments(micro_batch, outputs)
-        loss = _required(self._loss).value(arguments, (self.batch.signature, rows), self.training)
+        loss: LossValue = self._loss.value(arguments, (self.batch.signature, rows), self.training)
         self._losses.append(loss._replace(gradients={}))  # of the size of the outputs
         if not self._keeps_outputs:
             taken = range(len(self.sizes)) if micro_batch is None else [micro_batch]
@@ -158,7 +157,8 @@ class BatchStep:
 
     def logs(self, elsewhere: float) -> Mapping[str, Any]:
         """Loss and metrics after the step, on the rank of the last stage."""
-        metrics, batch = _required(self._metrics), self.batch
+        metrics: BatchMetrics = self._metrics
+        batch = self.batch
         if not self.training and self._at_once:
             self._take_loss(None)
         if not self._by_parts:
@@ -206,9 +206,3 @@ class BatchStep:
 
     def _split(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         return [tensor] if len(self.sizes) == 1 else list(tf.split(tensor, self.sizes))
-
-
-def _required(value: _T | None) -> _T:
-    if value is None:
-        raise RuntimeError("loss and metrics are computed on the rank of the last stage only")
-    return value

@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 
+from tarantella_pp.errors import CommunicationError
 from tarantella_pp.internals.state import only_traced
 from tarantella_pp.internals.training import compiled_loss, compiled_metrics, standardize_inputs
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
@@ -210,10 +211,12 @@ class Engine:
         if not self.stages.is_due(training, batch):
             return
         self._exchanges = True
-        error = self.stages.rehearse(self._step(batch, None, training=training))
+        try:
+            self.stages.rehearse(self._step(batch, None, training=training))
+        except Exception as error:
+            self._exchanges = isinstance(error, CommunicationError)
+            raise
         self._exchanges = False
-        if error is not None:
-            raise error
 
     def _step(self, batch: Batch, compiled: Compilation | None, *, training: bool) -> BatchStep:
         """A step, with loss and metrics if compiled."""

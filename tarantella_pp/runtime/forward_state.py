@@ -65,15 +65,13 @@ class ForwardState:
         averages = [variable for variable, _ in self._averages.values()]
         variables = [*self._seeds, *averages, *self._metrics.values()]
         before = [value_of(variable) for variable in variables]
-        yield True
-        pairs = zip(self._seeds, before, strict=False)
-        self._drawn[training] = [value_of(seed) - start for seed, start in pairs]
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
-
-    def forget(self, training: bool) -> None:
-        """Forgets what a micro-batch draws that has failed on some rank."""
-        self._drawn.pop(training, None)
+        try:
+            yield True
+            pairs = zip(self._seeds, before, strict=False)
+            self._drawn[training] = [value_of(seed) - start for seed, start in pairs]
+        finally:
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(value)
 
     def begin(self, share: BatchShare, training: bool) -> None:
         """Sets seeds to where the replicas before this one leave them."""

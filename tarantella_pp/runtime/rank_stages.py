@@ -10,11 +10,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tarantella_pp import errors
-from tarantella_pp.errors import TarantellaError, UnsupportedModelError
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.batch_step import BatchStep
+from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups, ReplicaExchange
 from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.executor import Executor
@@ -32,19 +31,6 @@ from tarantella_pp.runtime.stage.stage_boundary import (
 from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.runtime.weights.remote_variables import is_stale
 from tarantella_pp.schedule import Transfer
-
-
-def _described(error: Exception | None) -> list[str] | None:
-    """An error as plain data, for other ranks."""
-    return None if error is None else [type(error).__name__, str(error)]
-
-
-def _error_of(where: str, name: str, text: str) -> Exception:
-    """The error of another rank, of its own class if that is one of this library."""
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, TarantellaError):
-        return kind(text)
-    return UnsupportedModelError(f"{where}. {name}: {text}")
 
 
 class RankStages(dict[int, Stage]):
@@ -104,7 +90,7 @@ class RankStages(dict[int, Stage]):
         several = len(batch.share.sizes) > 1
         return (training, several) not in self._tried and (several or not self._is_plain)
 
-    def rehearse(self, step: BatchStep) -> Exception | None:
+    def rehearse(self, step: BatchStep) -> None:
         """Runs the first micro-batch forward, stage after stage; leaves nothing behind.
 
         In a step a rank whose stage fails leaves the others waiting for its messages. What can
@@ -113,50 +99,35 @@ class RankStages(dict[int, Stage]):
         """
         self.have_run = True
         self._arrived.clear()
+
+        def run() -> None:
+            for boundary in self.boundaries:
+                self._try(boundary, step)
+
         with self._forward_state.measuring(step.training) as self._measures:
-            errors = (self._try(boundary, step) for boundary in self.boundaries)
-            error = next((error for error in errors if error is not None), None)
-        error = self._of_all_replicas(error)
-        if error is None:
-            self._tried.add((step.training, len(step.batch.share.sizes) > 1))
-        else:
-            self._forward_state.forget(step.training)
-        return error
+            on_all_ranks(self._groups.peers, "run its stages", run)
+        self._tried.add((step.training, len(step.batch.share.sizes) > 1))
 
-    def _of_all_replicas(self, error: Exception | None) -> Exception | None:
-        """The error of the first replica that has one."""
-        everywhere = self._groups.peers.allgather_json(_described(error))
-        for ranks, theirs in zip(self._groups.world_ranks, everywhere, strict=True):
-            if theirs is not None:
-                return error or _error_of(f"A stage of ranks {list(ranks)} cannot run", *theirs)
-        return None
-
-    def _try(self, boundary: StageBoundary, step: BatchStep) -> Exception | None:
+    def _try(self, boundary: StageBoundary, step: BatchStep) -> None:
         """Runs a stage where it is, and passes on what it gives if it can run."""
-        owner = self._placement[boundary.index]
-        error: Exception | None = None
+        index = boundary.index
         outputs: list[tf.Tensor] = []
-        if boundary.index in self:
-            inputs = [*step.data(boundary.index, 0), *self._arrived.pop(boundary.index, ())]
-            try:
-                pieces = Pieces(step.sizes, self._is_plain, len(step.batch.share.sizes))
-                outputs = self.probes[boundary.index].examine(
-                    pieces, inputs, step.training,
-                    lambda: (step.data(boundary.index, i) for i in range(1, len(step.sizes))),
-                )  # fmt: skip
-                if self._measures:
-                    self[boundary.index].run_once(inputs, step.share(0), step.training)
-            except Exception as caught:
-                error = caught
-        described = self._groups.pipeline.broadcast_json(_described(error), owner)
-        if described is not None:
-            where = f"Stage {boundary.index} cannot run on rank {owner}"
-            return error or _error_of(where, *described)
+
+        def run() -> None:
+            inputs = [*step.data(index, 0), *self._arrived.pop(index, ())]
+            pieces = Pieces(step.sizes, self._is_plain, len(step.batch.share.sizes))
+            outputs[:] = self.probes[index].examine(
+                pieces, inputs, step.training,
+                lambda: (step.data(index, i) for i in range(1, len(step.sizes))),
+            )  # fmt: skip
+            if self._measures:
+                self[index].run_once(inputs, step.share(0), step.training)
+
+        on_one_rank(self._groups.pipeline, self._placement[index], f"run stage {index}", run)
         values = dict(zip(boundary.outputs, outputs, strict=False))
         # Messages go only after all ranks know that the stage can run: none is left under way.
         for edge in boundary.sends:
             self._pass_on(edge, [values[tensor] for tensor in edge.tensors if values], step)
-        return None
 
     def _pass_on(self, edge: StageEdge, values: list[tf.Tensor], step: BatchStep) -> None:
         """Takes what a stage gives to a later one; it is received before anything else can fail."""

@@ -63,11 +63,7 @@ class StepSchedules:
             if self.free:
                 return self._schedule(self.gpipe, count)
             if not self.sees_batch_at_once:  # found with the targets of the first batch
-                raise ConfigurationError(
-                    f"Received: schedule={self.spec.name!r}, which computes the loss of one "
-                    f"micro-batch after the other, but {whole_batch_reason}. Leave `schedule` "
-                    "out, or use schedule='gpipe' or num_micro_batches=1."
-                )
+                raise _asks_too_early(self.spec.name, whole_batch_reason)
         return self._schedule(self.spec if self._tuning is None else self._tuning.spec, count)
 
     @property
@@ -100,6 +96,14 @@ class StepSchedules:
             validate(lowered)
             self._made[spec, count] = lowered
         return self._made[spec, count]
+
+
+def _asks_too_early(schedule: str, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"Received: schedule={schedule!r}, which computes the loss of one micro-batch after the "
+        f"other, but {reason}. Leave `schedule` out, use schedule='gpipe' or num_micro_batches=1, "
+        "or a loss that treats each sample by itself."
+    )
 
 
 class MemoryCheck:
@@ -141,12 +145,7 @@ class MemoryCheck:
         if count == 1 or self._schedules.sees_batch_at_once:
             return
         if not self._schedules.free:
-            raise ConfigurationError(
-                f"Received: schedule={self._plan.schedule!r}, which computes the loss of one "
-                f"micro-batch after the other, but {reason}. Leave `schedule` out, use "
-                "schedule='gpipe' or num_micro_batches=1, or a loss that treats each sample by "
-                "itself."
-            )
+            raise _asks_too_early(self._plan.schedule, reason)
         world, graph = self._groups.world, self._extracted.graph
         if world.rank == world.size - 1:
             outputs = sum(graph.tensors[tensor].bytes_per_sample for tensor in graph.outputs)

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -14,6 +14,7 @@ import keras
 import msgspec
 import numpy as np
 
+from tarantella_pp import errors
 from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator
 
@@ -159,13 +160,7 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def on_one_rank(
-    communicator: Communicator,
-    rank: int,
-    what: str,
-    work: Callable[[], Any],
-    error: type[Exception] = ConfigurationError,
-) -> Any:
+def on_one_rank(communicator: Communicator, rank: int, what: str, work: Callable[[], Any]) -> Any:
     """Lets one rank do something alone; all ranks wait for it and learn of a failure."""
     failure: Exception | None = None
     answer: list[Any] = [None, None]
@@ -173,21 +168,16 @@ def on_one_rank(
         try:
             answer = [None, work()]
         except Exception as caught:
-            failure, answer = caught, [f"{type(caught).__name__}: {caught}", None]
+            failure, answer = caught, [_described(caught), None]
     reason, result = communicator.broadcast_json(answer, rank)
     if failure is not None:
         raise failure
     if reason is not None:
-        raise error(f"Rank {rank} could not {what}: {reason}")
+        raise _error_of(communicator, rank, what, reason)
     return result
 
 
-def on_all_ranks(
-    communicator: Communicator,
-    what: str,
-    work: Callable[[], Any],
-    error: type[Exception] = ConfigurationError,
-) -> None:
+def on_all_ranks(communicator: Communicator, what: str, work: Callable[[], Any]) -> None:
     """Lets each rank do its part, without messages to others; where one fails, all fail."""
     failure: Exception | None = None
     try:
@@ -196,10 +186,24 @@ def on_all_ranks(
         raise
     except Exception as caught:
         failure = caught
-    answer = None if failure is None else f"{type(failure).__name__}: {failure}"
-    reasons = communicator.allgather_json(answer)
+    reasons = communicator.allgather_json(None if failure is None else _described(failure))
     if failure is not None:
         raise failure
     for rank, reason in enumerate(reasons):
         if reason is not None:
-            raise error(f"Rank {rank} could not {what}: {reason}")
+            raise _error_of(communicator, rank, what, reason)
+
+
+def _described(error: Exception) -> list[str]:
+    return [type(error).__name__, str(error)]
+
+
+def _error_of(
+    communicator: Communicator, rank: int, what: str, described: Sequence[str]
+) -> Exception:
+    """The error of another rank, of its own class if that is one of this library."""
+    name, text = described
+    kind = getattr(errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.TarantellaError)):
+        kind = ConfigurationError
+    return kind(f"Rank {communicator.world_ranks[rank]} could not {what}: {name}: {text}")

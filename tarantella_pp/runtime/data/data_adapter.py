@@ -126,13 +126,6 @@ class DataFacts(NamedTuple):
     num_batches: int | None  # in an epoch, if known
 
 
-def given_data(
-    parts: tuple[Any, Any, Any], batch_size: int | None, steps: int | None, **options: Any
-) -> GivenData:
-    """Data of a script, with what Keras makes an adapter of them with."""
-    return GivenData(parts, {"batch_size": batch_size, "steps_per_epoch": steps, **options})
-
-
 def shared_adapters(
     engine: Any, find: Callable[[], Sequence[GivenData | None]], *, describe: bool = False
 ) -> list[FeedAdapter | None]:
@@ -164,7 +157,8 @@ def shared_adapter(
     engine: Any, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None
 ) -> FeedAdapter | None:
     """Opens data to evaluate or predict, as `shared_adapters`."""
-    given = given_data((x, y, sample_weight), batch_size, steps)
+    options = {"batch_size": batch_size, "steps_per_epoch": steps}
+    given = GivenData((x, y, sample_weight), options)
     return shared_adapters(engine, lambda: [given])[0]
 
 

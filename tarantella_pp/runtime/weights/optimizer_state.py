@@ -28,7 +28,7 @@ from tarantella_pp.internals.state import (
     slots_of,
     trained_by,
 )
-from tarantella_pp.runtime.comm.collective import digest
+from tarantella_pp.runtime.comm.collective import digest, on_all_ranks
 from tarantella_pp.runtime.comm.communicator import TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import variable_dtype
 from tarantella_pp.runtime.weights.rank_weights import RankWeights, VariableTable
@@ -142,38 +142,33 @@ class OptimizerState:
 
     def _agreed(self, weights: Sequence[Any]) -> list[Place]:
         """Divides the optimizer, in the same way on all ranks."""
-        held = trained_by(self._optimizer)
-        all_slots = digest(self._optimizer.variables) if len(held) == len(weights) else None
-        unknown = {id(w) for w in self._own} - {id(w) for w in held} if held else ()
+        name, held = self._optimizer.name, trained_by(self._optimizer)
         slots: list[Place] = []
-        problem = ""
-        if unknown:
-            names = [weight.path for weight in self._own if id(weight) in unknown]
-            problem = f"it was built for other weights, not for {names}. Pass a new optimizer"
-        else:
-            try:
-                slots = divide(self._optimizer, weights, [*filter(self._table.trains, held)])
-            except UnsupportedModelError as error:
-                problem = str(error)
-        # A rank that raised alone would leave the others waiting: all hear of its problem and raise
-        # together.
-        answers = self._communicator.allgather_json([problem, slots, all_slots])
-        if len({values for _, _, values in answers if values is not None}) > 1:
-            raise ConfigurationError(
-                f"The slots of optimizer {self._optimizer.name} differ between ranks. Load the "
-                "same file on all ranks before you wrap the model, or pass a new optimizer."
-            )
-        for rank, (theirs, boundary, _) in enumerate(answers):
-            if theirs:
-                kind = ConfigurationError if unknown else UnsupportedModelError
-                raise kind(
-                    f"Optimizer {self._optimizer.name} cannot be used on rank {rank}: {theirs}"
-                )
-            if boundary != answers[0][1]:
+
+        def work() -> None:
+            known = {id(weight) for weight in held}
+            unknown = [weight.path for weight in self._own if held and id(weight) not in known]
+            if unknown:
                 raise ConfigurationError(
-                    f"Optimizer {self._optimizer.name} treats weights otherwise on rank {rank} "
-                    "than on rank 0: it looks at their paths, which begin with the names of "
-                    "layers. Give the layers names, or build the same models on all ranks."
+                    f"Optimizer {name} was built for other weights, not for {unknown}. Pass a new "
+                    "optimizer."
+                )
+            slots[:] = divide(self._optimizer, weights, [*filter(self._table.trains, held)])
+
+        on_all_ranks(self._communicator, f"use optimizer {name}", work)
+        all_slots = digest(self._optimizer.variables) if len(held) == len(weights) else None
+        answers = self._communicator.allgather_json([slots, all_slots])
+        if len({values for _, values in answers if values is not None}) > 1:
+            raise ConfigurationError(
+                f"The slots of optimizer {name} differ between ranks. Load the same file on all "
+                "ranks before you wrap the model, or pass a new optimizer."
+            )
+        for rank, (theirs, _) in enumerate(answers):
+            if theirs != answers[0][0]:
+                raise ConfigurationError(
+                    f"Optimizer {name} treats weights otherwise on rank {rank} than on rank 0: it "
+                    "looks at their paths, which begin with the names of layers. Give the layers "
+                    "names, or build the same models on all ranks."
                 )
         return slots
 

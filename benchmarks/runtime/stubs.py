@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,13 @@ from tarantella_pp.runtime.stage.stage_boundary import (
     stage_boundaries,
     stage_edges,
 )
-from tarantella_pp.runtime.stage_messages import Conversion, StageMessages
+from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.schedule import SEARCHED, Schedule, lower, make_schedule, validate
 from tarantella_pp.simulation import Costs, search_schedule
 
 ROWS = 4
+# Arrays stand for tensors.
+PLAIN = SimpleNamespace(to_buffer=lambda x: x, to_tensor=lambda x: x)
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ class StubPipeline:
             graph,
             stage_edges(boundaries),
             self.schedule.placement,
-            Conversion(lambda tensor: tensor, lambda array: array, lambda tensor, dtype: tensor),
+            conversion=PLAIN,
         )
         self._recorder = recorder or Recorder(1)
         self._results = boundaries[-1].model_outputs
@@ -211,8 +214,7 @@ class StubPipeline:
         """Runs one step."""
         sizes = [ROWS] * self.schedule.num_micro_batches
         step = StubStep(self.schedule.has_backward, sizes, self._array, self._results, self._sums)
-        with self._recorder.step():
-            self._recorder.runs(self.schedule, sum(sizes))
+        with self._recorder.step(self.schedule, sum(sizes)):
             self._execution.run(self.schedule, step)
             if self._sums is not None:
                 with self._recorder.span(REDUCTIONS):

@@ -103,15 +103,14 @@ class Engine:
         with self._whole_or_nothing():
             # What can fail does so before any message of the step is under way.
             self._rehearse(batch, training=True)
+            step = self._step(batch, compiled, training=True)
+            schedule = self.schedules.training(len(step.sizes), compiled.coupling)
         # Taken before it runs, so that an error in it does not have it run twice.
         prepare, self.before_training = self.before_training, None
         if prepare is not None:
             prepare()
         self.weights.clock.advance()
-        with self._whole_or_nothing(), recorder.step():
-            step = self._step(batch, compiled, training=True)
-            schedule = self.schedules.training(len(step.sizes), compiled.coupling)
-            recorder.runs(schedule, batch.rows)
+        with self._whole_or_nothing(), recorder.step(schedule, batch.rows):
             self._exchanges = True
             with self.stages.begun(step) as executor:
                 executor.run(schedule, step)

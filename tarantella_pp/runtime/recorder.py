@@ -55,8 +55,8 @@ class StepRecord:
     number: int  # number of the step since recording began, from 0
     start: float  # seconds of the rank's own clock
     end: float  # seconds of the rank's own clock; `start` until the step has ended
-    schedule: Schedule | None = None  # the schedule that it ran, with its messages
-    rows: int = 0
+    schedule: Schedule  # the schedule that it ran, with its messages
+    rows: int
     # What the rank did, in order; a receive is the wait for its message
     spans: list[Span] = field(default_factory=list)
 
@@ -87,23 +87,18 @@ class Recorder:
         self._count = 0
         self._begun: deque[tuple[float, float, float, float]] = deque(maxlen=MOST_SHARES)
         self.spans: MutableSequence[Span] = deque(maxlen=0)
-        self._current = StepRecord(0, 0.0, 0.0)
+        self.last: StepRecord  # the step that was recorded last, kept or not
 
     @property
     def steps(self) -> list[StepRecord]:
         """The steps that are kept, in order."""
         return list(self._kept)
 
-    @property
-    def last(self) -> StepRecord:
-        """The step that was recorded last, kept or not."""
-        return self._current
-
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, schedule: Schedule, rows: int) -> Iterator[None]:
         """Records one step; a step that fails is not kept."""
         start = time.perf_counter()
-        self._current = step = StepRecord(self._count, start, start)
+        self.last = step = StepRecord(self._count, start, start, schedule, rows)
         self.spans = step.spans
         try:
             yield
@@ -115,11 +110,6 @@ class Recorder:
         self._begun.append((step.start, step.end, *step.seconds()))
         if self._numbers is None or step.number in self._numbers:
             self._kept.append(step)
-
-    def runs(self, schedule: Schedule, rows: int) -> None:
-        """Notes what the current step runs."""
-        self._current.schedule = schedule
-        self._current.rows = rows
 
     @contextlib.contextmanager
     def span(self, what: Action | str) -> Iterator[None]:
@@ -212,19 +202,18 @@ def gather_steps(
     records: Sequence[StepRecord], offset: float, communicator: Communicator
 ) -> tuple[RecordedStep, ...]:
     """Puts the records of all ranks together; all of them must call this."""
-    known = [(record, record.schedule) for record in records if record.schedule is not None]
     mine = [
         [
             [record.start + offset, record.end + offset],
             [[str(what), start + offset, end + offset] for what, start, end in record.spans],
         ]
-        for record, _ in known
+        for record in records
     ]
-    steps = zip(known, *communicator.allgather_json(mine), strict=True)
+    steps = zip(records, *communicator.allgather_json(mine), strict=True)
     return tuple(
         RecordedStep(
             number=record.number,
-            schedule=schedule,
+            schedule=record.schedule,
             rows=record.rows,
             bounds=tuple((start, end) for (start, end), _ in ranks),
             spans=tuple(
@@ -232,7 +221,7 @@ def gather_steps(
                 for _, spans in ranks
             ),
         )
-        for (record, schedule), *ranks in steps
+        for record, *ranks in steps
     )
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.runtime.comm.buffers import numpy_dtype
@@ -23,23 +22,6 @@ if TYPE_CHECKING:
 
 _FIRST_TAG = 1024
 _AHEAD = 2
-
-
-class Conversion(NamedTuple):
-    """How the tensors of a message become arrays and arrays become tensors."""
-
-    # Returns an array on the memory of a tensor, for sending
-    to_buffer: Callable[[Any], NDArray[Any]]
-    # Returns a tensor on the memory of an array that was received
-    to_tensor: Callable[[NDArray[Any]], Any]
-    cast: Callable[[Any, np.dtype[Any]], Any]  # returns a tensor in another dtype
-
-    @classmethod
-    def of_tensorflow(cls) -> Conversion:
-        """The conversion of TensorFlow's eager tensors."""
-        from tarantella_pp.runtime.comm import tensor_buffers
-
-        return cls(tensor_buffers.to_buffer, tensor_buffers.to_tensor, tensor_buffers.cast)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +52,13 @@ class StageMessages:
         graph: LayerGraph,
         edges: Sequence[StageEdge],
         placement: Sequence[int],
-        conversion: Conversion | None = None,
         sent_as: str | None = None,
+        conversion: Any = None,
     ) -> None:
-        self._conversion = conversion or Conversion.of_tensorflow()
+        if conversion is None:
+            from tarantella_pp.runtime.comm import tensor_buffers as conversion
+        # Makes tensors arrays and arrays tensors. Stages without TensorFlow bring their own.
+        self._conversion = conversion
         self._communicator = communicator
         self._graph = graph
         self._edges = {(edge.source, edge.target): edge for edge in edges}
@@ -84,8 +69,8 @@ class StageMessages:
         self._specs: dict[tuple[int, int], list[TensorSpec]] = {}
         self._sizes: Sequence[int] = ()
         self._expected: list[Transfer] = []
-        self._not_posted: set[Transfer] = set()
-        self._posted: dict[Transfer, RecvRequest] = {}
+        # Messages whose shapes come first are only noted.
+        self._posted: dict[Transfer, RecvRequest | None] = {}
         self._window: int | None = None
         self._sent: dict[Link, deque[SendRequest]] = {}
 
@@ -106,7 +91,6 @@ class StageMessages:
         self._window = window
         self._sent.clear()
         self._expected = [*reversed(receives)]  # popped from the end
-        self._not_posted = set(receives)
         self._posted.clear()
         self._post_ahead()
 
@@ -130,15 +114,13 @@ class StageMessages:
 
     def expect(self, action: Transfer) -> None:
         """Posts a receive, at the place in the program where it must be posted at the latest."""
-        while action in self._not_posted:
+        while action not in self._posted:
             self._post_next()
 
     def receive(self, action: Transfer) -> list[tf.Tensor]:
         """Waits for a message."""
         self._post_ahead()
-        request = self._posted.pop(action, None)
-        if request is None:
-            request = self._post_dynamic(action)
+        request = self._posted.pop(action) or self._post_dynamic(action)
         # The next receive is posted after a send, when no other stage waits for this one.
         arrays = request.wait()
         values = [self._conversion.to_tensor(array) for array in arrays]
@@ -151,10 +133,10 @@ class StageMessages:
 
     def _post_next(self) -> None:
         action = self._expected.pop()
-        self._not_posted.remove(action)
         rows, form = self._sizes[action.micro_batch], self._format(action)
         if form.is_dynamic:
-            return  # its shapes come first
+            self._posted[action] = None
+            return
         if (form.tag, rows) not in self._specs:
             shapes = [(rows, *self._shape(tensor)[1:]) for tensor in form.tensors]
             self._specs[form.tag, rows] = list(map(TensorSpec, shapes, form.on_wire))

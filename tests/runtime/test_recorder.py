@@ -100,8 +100,7 @@ def test_clocks_of_one_host_are_one_clock_and_others_are_set_right():
 def run_steps(recorder, count):
     schedule = make_schedule("1f1b", 1, 2)
     for _ in range(count):
-        with recorder.step():
-            recorder.runs(schedule, 8)
+        with recorder.step(schedule, 8):
             recorder.spans.append(Span(Compute(0, "F", 0), 0.0, 0.5))
             recorder.spans.append(Span(Transfer(0, 1, "R", "F", 0), 0.5, 0.75))
             with recorder.span(UPDATE):
@@ -125,7 +124,7 @@ def test_steps_that_name_no_step_are_refused(steps):
 
 def test_a_step_that_fails_is_not_kept():
     recorder = Recorder(3)
-    with pytest.raises(ZeroDivisionError), recorder.step():
+    with pytest.raises(ZeroDivisionError), recorder.step(make_schedule("1f1b", 1, 2), 8):
         recorder.spans.append(Span(UPDATE, 0.0, 1 / 0))
     run_steps(recorder, 1)
     assert [step.number for step in recorder.steps] == [0]
@@ -147,8 +146,8 @@ def test_steps_alike_have_the_schedule_and_batch_size_of_most():
     recorder = Recorder(9)
     first, other = make_schedule("1f1b", 1, 2), make_schedule("1f1b", 1, 3)
     for schedule, rows in ((first, 8), (first, 8), (first, 6), (other, 8)):
-        with recorder.step():
-            recorder.runs(schedule, rows)
+        with recorder.step(schedule, rows):
+            pass
     steps = gather_steps(recorder.steps, 0.0, Communicator())
     assert [step.number for step in alike(steps)] == [0, 1]
     assert alike([]) == []

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.runtime.stubs import Seconds, StubPipeline, chain
+from benchmarks.runtime.stubs import PLAIN, Seconds, StubPipeline, chain
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.recorder import Recorder
 from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries, stage_edges
-from tarantella_pp.runtime.stage_messages import Conversion, StageMessages
+from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.schedule import Transfer, send_window
 from tests.helpers.mpi import find_mpiexec, mpi_run
 
@@ -89,9 +89,8 @@ class Arriving:
 def test_stages_may_run_micro_batches_in_different_orders(sent, received, direction):
     graph = chain(2, 1)
     edges = stage_edges(stage_boundaries(graph, [0, 1], 2))
-    same = Conversion(lambda x: x, lambda x: x, lambda x, _: x)
     rank = MemoryRank(defaultdict(list))
-    messages = StageMessages(rank, graph, edges, [0, 1], same)
+    messages = StageMessages(rank, graph, edges, [0, 1], conversion=PLAIN)
     pair = (0, 1) if direction == "F" else (1, 0)
     receives = [Transfer(*pair, "R", direction, i) for i in received]
     messages.begin(receives, [4] * len(received))

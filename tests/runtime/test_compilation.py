@@ -39,21 +39,21 @@ def metrics_of_keras():
             yield name
 
 
-def compiled(metrics, y, weighted=None):
+def compiled(metrics, y):
     """What Keras compiles of metrics for targets like these and three outputs."""
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
-    model.compile(None, "mse", metrics=metrics, weighted_metrics=weighted)
+    model.compile(None, "mse", metrics=metrics)
     symbol = keras.KerasTensor((None, *y.shape[1:]), str(y.dtype))
     training.build_metrics(model, symbol, keras.KerasTensor((None, 3)), None)
     return training.compiled_metrics(model)
 
 
-def tried(metrics, y, weight=None, weighted=None):
-    built = compiled(metrics, y, weighted)
+def tried(metrics, y):
+    built = compiled(metrics, y)
     spec = tf.TensorSpec([None, 3], "float32")
     pack = lambda results: results[0]  # noqa: E731
     before = [v.numpy() for v in built.variables]
-    reason = why_not_by_parts(built, pack, tf.constant(y), [spec], weight)
+    reason = why_not_by_parts(built, pack, tf.constant(y), [spec], None)
     assert all(map(np.array_equal, before, [v.numpy() for v in built.variables]))
     return reason
 
@@ -68,13 +68,6 @@ def test_metrics_of_keras_are_additive(name):
     metric = getattr(keras.metrics, name)(**ARGUMENTS.get(name, {}))
     reason = tried([metric], LABELS if sparse else Y)
     assert "is no number" in reason if name in NO_NUMBER else reason is None
-
-
-@pytest.mark.parametrize("name", ["F1Score", "SparseCategoricalAccuracy", "AUC", "R2Score"])
-def test_they_are_with_weights_too(name):
-    metric = getattr(keras.metrics, name)()
-    y = LABELS if "Sparse" in name else Y
-    assert tried(None, y, tf.constant([1.0, 2, 0, 3, 1, 1]), [metric]) is None
 
 
 def scalar(y, p):

@@ -61,14 +61,6 @@ def test_they_are_those_of_the_batch(kinds):
 
 
 @pytest.mark.filterwarnings("ignore:.*batch:UserWarning")
-@pytest.mark.slow
-def test_layers_with_renorm_take_in_one_micro_batch_after_the_other():
-    options = {"num_stages": 2, "num_micro_batches": 4}
-    first, second = (trained(ROWS, o, steps=1, renorm=True)[0] for o in (None, options))
-    assert distance(first, second) > 0.1
-
-
-@pytest.mark.filterwarnings("ignore:.*batch:UserWarning")
 def test_a_step_that_fails_leaves_nothing_of_its_batch():
     keras.utils.set_random_seed(1)
     model = PipelineModel(normalized(), num_stages=2, num_micro_batches=4)

@@ -48,7 +48,12 @@ def test_replicas_share_out_the_weights_of_a_stage():
     assert trainers == [[0, 2, 2, 1, 3, 0]] * 4
     found = [sum(table(rank, True).trains(w) for rank in range(4)) for w in WEIGHTS]
     assert found == [1] * len(WEIGHTS)
-    assert [row.replica for row in table(0, True).rows] == [0, 1, 1, 0, 1, 0]
+    rows = table(0, True).rows
+    assert [row.replica for row in rows] == [0, 1, 1, 0, 1, 0]
+    assert [row.variable for row in rows] == [*WEIGHTS, UNUSED]
+    assert [row.ranks for row in rows] == [(0,), (0, 1), (0,), (1,), (1,), ()]
+    assert [row.owner for row in rows] == [0, 0, 0, 1, 1, 0]
+    assert [table(3, sharded).ranks.size for sharded in (False, True)] == [2, 4]
 
 
 def test_plans_count_the_optimizer_state_of_the_fullest_replica():
@@ -73,15 +78,3 @@ def graph_of(sizes):
         for weight, size in zip(graph.weights, sizes, strict=True)
     ]
     return replace(graph, weights=tuple(weights))
-
-
-def test_all_ranks_know_who_has_what():
-    rows = table(0, False).rows
-    assert [row.variable for row in rows] == [*WEIGHTS, UNUSED]
-    assert [row.ranks for row in rows] == [(0,), (0, 1), (0,), (1,), (1,), ()]
-    assert [row.owner for row in rows] == [0, 0, 0, 1, 1, 0]
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_the_group_is_that_in_which_each_weight_has_one_owner(sharded):
-    assert table(3, sharded).ranks.size == (4 if sharded else 2)

@@ -144,6 +144,8 @@ class OptimizerState:
         """Divides the optimizer, in the same way on all ranks."""
         name, held = self._optimizer.name, trained_by(self._optimizer)
         slots: list[Place] = []
+        # Before it is divided, which takes slots of other ranks away.
+        all_slots = digest(self._optimizer.variables) if len(held) == len(weights) else None
 
         def work() -> None:
             known = {id(weight) for weight in held}
@@ -156,7 +158,6 @@ class OptimizerState:
             slots[:] = divide(self._optimizer, weights, [*filter(self._table.trains, held)])
 
         on_all_ranks(self._communicator, f"use optimizer {name}", work)
-        all_slots = digest(self._optimizer.variables) if len(held) == len(weights) else None
         answers = self._communicator.allgather_json([slots, all_slots])
         if len({values for _, values in answers if values is not None}) > 1:
             raise ConfigurationError(

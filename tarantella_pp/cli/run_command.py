@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _placement(arguments: argparse.Namespace) -> tuple[tuple[HostRanks, ...], int, int]:
     """Returns the hosts with their ranks, if they are given, all ranks, and the most of a host."""
     from tarantella_pp.launch import hosts
-    from tarantella_pp.launch.mpi_launchers import most_tasks_of_host, slurm_hosts, slurm_tasks
+    from tarantella_pp.launch.mpi_launchers import slurm_hosts, slurm_tasks
 
     per_node = arguments.n_per_node
     if arguments.hostfile is not None:
@@ -148,8 +148,7 @@ def _placement(arguments: argparse.Namespace) -> tuple[tuple[HostRanks, ...], in
             f"There is room for {nodes * per_node} ranks. "
             f"Received: -n {ranks} with --n-per-node={per_node} on {nodes} hosts"
         )
-    most = per_node or most_tasks_of_host(os.environ, ranks) or -(-ranks // nodes)
-    return (), ranks, most
+    return (), ranks, per_node or -(-ranks // nodes)
 
 
 def _variables(

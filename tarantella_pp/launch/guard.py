@@ -7,7 +7,6 @@ An uncaught exception on one rank leaves the others waiting for its messages for
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import os
@@ -18,9 +17,9 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
-from tarantella_pp.launch.cause import calling_line, describe
+from tarantella_pp.launch.cause import describe
 from tarantella_pp.launch.records import FAILED, RETURNED, STARTED, headline
 
 # How long mpiexec gets to pass a rank's last words on before the job is aborted.
@@ -56,27 +55,17 @@ class Guard:
         details = "" if error is None else "".join(traceback.format_exception(error))
         self._end(FAILED, exit_code & 0xFF or 1, cause=cause, details=details)
 
-    def leave(self, cause: str) -> None:
+    def leave(self) -> None:
         """Reports that the script of this rank has ended normally."""
-        self._end(RETURNED, 0, cause=cause, met="mpi4py.MPI" in sys.modules)
-
-    def waits_for_mpi(self, place: str) -> None:
-        """Reports where this rank waits until all others start MPI; nowhere once they have."""
-        if self._is_alive():
-            self._report(starts_mpi=place)
+        self._end(RETURNED, 0)
 
     def _end(self, state: str, exit_code: int, **fields: object) -> None:
         with self._lock:
-            if self._is_alive():
+            # Not in a process that the rank has forked, nor a second time.
+            if self._pid == os.getpid() and self.state == STARTED:
                 self.state, self.exit_code = state, exit_code
                 lines = self.hidden.lines if self.hidden is not None else 0
-                self._report(
-                    state=state, exit_code=exit_code, starts_mpi="", hidden_lines=lines, **fields
-                )
-
-    def _is_alive(self) -> bool:
-        """Whether this is the rank itself, not a process it forked, and it has not ended."""
-        return self._pid == os.getpid() and self.state == STARTED
+                self._report(state=state, exit_code=exit_code, hidden_lines=lines, **fields)
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
@@ -95,7 +84,7 @@ class Guard:
 
 
 def install(rank: int, size: int, abort: Callable[[int], object]) -> None:
-    """Makes an uncaught exception or `sys.exit(5)` of this rank end the whole job.
+    """Makes an uncaught exception of this rank end the whole job.
 
     To be called on every rank when MPI is first used. Does nothing under `tarantella`, which has
     done so before the script began, and in a job of one rank.
@@ -118,9 +107,7 @@ def install(rank: int, size: int, abort: Callable[[int], object]) -> None:
         abort(record["exit_code"])
         os._exit(record["exit_code"])
 
-    guard = Guard(rank, size, end_job)
-    guard.start()
-    _watch_exit(guard)
+    Guard(rank, size, end_job).start()
 
 
 @contextlib.contextmanager
@@ -131,36 +118,11 @@ def starting_mpi(timeout: float) -> Iterator[None]:
     """
     if limited := timeout > 0 and sys.__stderr__ is not None:
         faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__)
-    if _guard is not None:
-        _guard.waits_for_mpi(calling_line() or "its first use of MPI")
     try:
         yield
     finally:
         if limited:
             faulthandler.cancel_dump_traceback_later()
-        if _guard is not None:
-            _guard.waits_for_mpi("")
-
-
-def _watch_exit(guard: Guard) -> None:
-    """Has the guard learn with which code Python exits.
-
-    Python does not tell the functions it calls at exit, hence the wrapper of `sys.exit`.
-    """
-    codes: list[object] = []
-    python_exit = sys.exit
-
-    def exit_with(code: object = None, /) -> NoReturn:
-        codes.append(code)
-        python_exit(code)  # type: ignore[arg-type]
-
-    def at_exit() -> None:
-        code = codes[-1] if codes else None
-        if code not in (None, 0):
-            guard.fail(None, f"sys.exit({code!r})", code if isinstance(code, int) else 1)
-
-    sys.exit = exit_with
-    atexit.register(at_exit)
 
 
 def exit_code_of(error: BaseException) -> int:

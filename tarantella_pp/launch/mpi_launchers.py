@@ -111,19 +111,13 @@ class Mpich(Launcher):
 
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
         ours = super().environment(directory)
-        if remote_shell is None:
-            if self.remote_shell(os.environ)[:1] == ["ssh"]:
-                given = os.environ.get("HYDRA_LAUNCHER_EXTRA_ARGS", "")
-                ours["HYDRA_LAUNCHER_EXTRA_ARGS"] = " ".join([*given.split(), *ssh_options()])
-            return ours
-        shell, *options = shlex.split(remote_shell)
-        options += ssh_options() if pathlib.Path(shell).name == "ssh" else []
-        return {
-            **ours,
-            "HYDRA_LAUNCHER": "ssh",
-            "HYDRA_LAUNCHER_EXEC": shutil.which(shell) or shell,
-            "HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(options),
-        }
+        shell = shlex.split(remote_shell) if remote_shell else self.remote_shell(os.environ)
+        if shell:
+            ours["HYDRA_LAUNCHER_EXTRA_ARGS"] = " ".join([*shell[1:], *_options_of(shell)])
+        if remote_shell:
+            ours["HYDRA_LAUNCHER"] = "ssh"
+            ours["HYDRA_LAUNCHER_EXEC"] = shutil.which(shell[0]) or shell[0]
+        return ours
 
 
 class OpenMpi(Launcher):
@@ -160,9 +154,10 @@ class OpenMpi(Launcher):
         names = () if remote_shell is None else (_SHELL_OF_PRTE, _SHELL_OF_ORTE)
         shells = dict.fromkeys(names, remote_shell or "")
         shell = shlex.split(remote_shell) if remote_shell else self.remote_shell(os.environ)
-        if pathlib.Path(shell[0]).name == "ssh":
-            options = [os.environ.get(_OPTIONS_OF_PRTE, ""), *ssh_options()]
-            shells[_OPTIONS_OF_PRTE] = " ".join(options).strip()
+        if options := _options_of(shell):
+            shells[_OPTIONS_OF_PRTE] = " ".join(
+                [*os.environ.get(_OPTIONS_OF_PRTE, "").split(), *options]
+            )
         return {**ours, "PRTE_MCA_prte_local_tmpdir_base": directory, **shells}
 
     def signal_for(self, number: signal.Signals) -> signal.Signals:
@@ -223,8 +218,10 @@ class Slurm(Launcher):
                 mpi.wait(patience)
 
 
-def ssh_options() -> list[str]:
+def _options_of(shell: Sequence[str]) -> list[str]:
     """Returns what has ssh ask no questions, and end when its host or the link is dead."""
+    if pathlib.Path(shell[0]).name != "ssh":
+        return []
     between = math.ceil(heartbeat_seconds() / _PROBES)
     alive = [f"-oServerAliveInterval={between}", f"-oServerAliveCountMax={_PROBES}"]
     return ["-oBatchMode=yes", f"-oConnectTimeout={_CONNECT_SECONDS}", *alive]
@@ -235,7 +232,7 @@ def _slots(hosts: Sequence[HostRanks]) -> str:
     return ",".join(f"{host.name}:{host.count}" for host in hosts)
 
 
-_FAMILIES: dict[str, type[Launcher]] = {"mpich": Mpich, "openmpi": OpenMpi, "slurm": Slurm}
+_FAMILIES: dict[str, type[Launcher]] = {"mpich": Mpich, "openmpi": OpenMpi}
 
 
 def without_other_jobs(environ: Mapping[str, str]) -> dict[str, str]:
@@ -250,18 +247,17 @@ def find_launcher(name: str = "auto") -> Launcher:
     first; then srun inside a Slurm allocation; then `mpiexec` or `mpirun` on the search path.
     """
     srun = shutil.which("srun")
-    if srun and name == "slurm":
-        return Slurm(srun)
+    in_job = name == "slurm" or (name == "auto" and "SLURM_JOB_ID" in os.environ)
     seen = []
-    for path in _candidates():
+    for path in _candidates() if name != "slurm" else ():
         ours = pathlib.Path(path).parent == pathlib.Path(sys.exec_prefix, "bin")
-        if srun and name == "auto" and "SLURM_JOB_ID" in os.environ and not ours:
-            return Slurm(srun)
+        if srun and in_job and not ours:
+            break
         family = _family(path)
         seen.append(f"{path} ({family or 'unknown MPI'})")
         if family is not None and name in ("auto", family):
             return _FAMILIES[family](path)
-    if srun and name == "auto" and "SLURM_JOB_ID" in os.environ:
+    if srun and in_job:
         return Slurm(srun)
     if name == "slurm":
         raise LaunchError(
@@ -343,15 +339,6 @@ def slurm_tasks(environ: Mapping[str, str]) -> int | None:
     """Returns the number of ranks that the allocation was asked for, where it says so."""
     per_node = number_of(environ, "SLURM_NTASKS_PER_NODE")
     return number_of(environ, "SLURM_NTASKS") or (per_node and per_node * slurm_hosts(environ))
-
-
-def most_tasks_of_host(environ: Mapping[str, str], num_ranks: int) -> int | None:
-    """Returns the most ranks of a host, where the allocation says how they are dealt out."""
-    parts = environ.get("SLURM_TASKS_PER_NODE", "").split(",")
-    found = [re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip()) for part in parts]
-    each = [(int(one[1]), int(one[2] or 1)) for one in found if one is not None]
-    alike = len(each) == len(parts) and sum(n * hosts for n, hosts in each) == num_ranks
-    return max(n for n, _ in each) if alike else None
 
 
 def mpi_type(srun: str) -> str | None:

@@ -1,12 +1,10 @@
-"""The processes of a job, all of which must be gone when the job is, and what they share."""
+"""The processes of a job, all of which must be gone when the job is."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import glob
 import os
-import pathlib
 import signal
 import time
 
@@ -14,10 +12,6 @@ import psutil
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_FOLDER = "/dev/shm/"  # noqa: S108 (files are only removed here)
-# What the names of the files begin with, in which MPI libraries share memory between ranks.
-_UNUSED_SECONDS = 0.2
-_SHARED_MEMORY = ("mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_")
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -45,41 +39,6 @@ def describe_exit(status: int) -> str:
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
-
-
-def start_of_process() -> float:
-    """Returns when this process began, by the system's clock and a second early."""
-    return float(psutil.Process().create_time()) - 1.0
-
-
-def remove_unused_shared_memory(since: float) -> None:
-    """Removes the shared-memory files of MPI that no process has mapped any more.
-
-    A killed rank does not remove its own, and the memory stays taken until a reboot.
-    """
-    if unused := _unused_shared_memory(since):
-        time.sleep(_UNUSED_SECONDS)  # another job makes a file first, and then maps it
-        for path in unused & _unused_shared_memory(since):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-
-
-def _unused_shared_memory(since: float) -> set[str]:
-    files = {}
-    for path in pathlib.Path(_FOLDER).glob("*"):
-        with contextlib.suppress(OSError):
-            status = path.stat()
-            ours = status.st_uid == os.getuid() and status.st_ctime >= since
-            if ours and path.name.startswith(_SHARED_MEMORY):
-                device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
-                files[device, str(status.st_ino)] = str(path)
-    for maps in glob.glob("/proc/[0-9]*/maps") if files else ():
-        with contextlib.suppress(OSError):
-            for line in pathlib.Path(maps).read_text().splitlines():
-                if _FOLDER in line:
-                    _, _, _, device, inode, _ = line.split(maxsplit=5)
-                    files.pop((device, inode), None)
-    return set(files.values())
 
 
 def kill_descendants(patience: float = 0.0, seconds: float = 3.0) -> list[int]:

@@ -16,10 +16,13 @@ import json
 import os
 import re
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+from tarantella_pp.launch.processes import describe_exit
 
 # What a record begins with: ASCII's separator of records, twice.
 RECORD = b"\x1e\x1e"
@@ -134,8 +137,6 @@ class Record:
     cause: str = ""
     details: str = ""  # its traceback
     exit_code: int = 0
-    starts_mpi: str = ""  # where it waits for all others to start MPI
-    met: bool = False  # whether it had started MPI when its script ended
     hidden_lines: int = 0  # that it has printed and nobody saw
     unexplained: bool = False  # whether MPI may have ended it, for another one
     stopped: bool = False  # whether a signal asked it to end
@@ -178,6 +179,8 @@ class Records(dict[int, Record]):
             known = self.get(rank, Record(rank))
             if "piece" in fields:
                 fields["details"] = known.details + fields.pop("piece")
+            if "status" in fields:
+                fields = _of_exit(known, fields["status"])
             if "state" in fields:
                 fields["order"] = self._count = self._count + 1
             self[rank] = dataclasses.replace(known, **fields)
@@ -205,19 +208,21 @@ class Records(dict[int, Record]):
         failed = [record for record in self.values() if record.state == FAILED]
         return min(failed, key=lambda record: (record.unexplained, record.order), default=None)
 
-    def left_before_mpi(self, patience: float) -> Record | None:
-        """Returns the failure of a rank that has ended without MPI, which others start.
 
-        That takes all ranks. A rank whose script has ended may come to MPI no more.
-        """
-        ended = [record for record in self.values() if record.state in ENDED and not record.met]
-        waiting = [record for record in self.values() if record.starts_mpi]
-        if not ended or not waiting or self.age() < patience:
-            return None
-        first = min(ended, key=lambda record: record.order)
-        places = "; ".join(f"rank {r.rank} at {r.starts_mpi}" for r in waiting[:4])
-        cause = f"{first.cause or 'its script ended'} while other ranks wait for it ({places})"
-        return dataclasses.replace(first, state=FAILED, cause=cause, exit_code=1)
+def _of_exit(known: Record, status: int) -> dict[str, Any]:
+    """What the exit of a rank's process, in `subprocess`'s return code, changes in its record."""
+    if known.state == FAILED:
+        return {}
+    if known.state == RETURNED and status == 0:
+        return {"state": FINISHED}
+    cause = describe_exit(status) if status < 0 else f"its process {describe_exit(status)}"
+    return {
+        "state": FAILED,
+        "cause": cause if status else f"{cause} before its script did (os._exit?)",
+        "exit_code": 128 - status if status < 0 else status or 1,
+        # So it may have been MPI that ended it, since another rank has failed.
+        "unexplained": status > 0 or status == -signal.SIGTERM,
+    }
 
 
 def headline(rank: int, size: int, host: str, cause: str) -> str:

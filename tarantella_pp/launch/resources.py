@@ -9,12 +9,12 @@ import pathlib
 import platform
 import re
 import sys
-import time
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 from tarantella_pp.errors import LaunchError
 from tarantella_pp.launch.environment import number_of
+from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE
 
 # How a rank is bound: to its share of the cores, to a socket, to its memory as well, or not.
 BIND_VARIABLE = "TNT_BIND"
@@ -24,12 +24,8 @@ COUNT_VARIABLE = "TNT_THREADS"
 # Most ranks of a host, for launchers that do not tell a rank how many its own has.
 RANKS_VARIABLE = "TNT_RANKS_PER_NODE"
 THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
-# What MPICH and its relatives, and Open MPI, call a rank's place on its node.
-_LOCAL_RANKS = (
-    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-)
-_VISIT_SECONDS = 2.0
+# In which MPICH and its relatives, and Open MPI, say how many ranks a host has; or the most of all.
+_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", RANKS_VARIABLE)
 _TOPOLOGY = pathlib.Path("/sys/devices/system/cpu")
 _NODES = pathlib.Path("/sys/devices/system/node")
 # Number of the system call, which glibc has no function for.
@@ -45,7 +41,7 @@ _DEVICES = pathlib.Path("/dev")
 _Gpu = TypeVar("_Gpu")
 
 
-def take_share(environ: MutableMapping[str, str], siblings: Collection[int] | None = None) -> None:
+def take_share(environ: MutableMapping[str, str]) -> None:
     """Gives this process its part of its host: cores to run on, and as many threads.
 
     It counts the cores of the host it is on, which may have others than the launcher's host.
@@ -56,8 +52,6 @@ def take_share(environ: MutableMapping[str, str], siblings: Collection[int] | No
     cores = cores_of_node(environ)
     if way in (TO_SOCKET, TO_MEMORY):
         threads = pin_to_socket(rank, ranks, memory=way == TO_MEMORY)
-    elif siblings is not None and set(siblings) != own:
-        threads, way = cores, ""
     else:
         threads = max(1, cores // ranks)
     wanted = environ.get(COUNT_VARIABLE, "")
@@ -73,24 +67,6 @@ def take_share(environ: MutableMapping[str, str], siblings: Collection[int] | No
     for name in THREAD_VARIABLES:
         if wanted or name not in environ:
             environ[name] = str(threads)
-
-
-def cores_of_starter(process: int) -> set[int] | None:
-    """Returns the cores of the process that has started this one, where they are known.
-
-    MPICH's proxy looks at the processor of its host while ranks begin: it runs on one core after
-    the other then, and on its own again some milliseconds later. A rank that had more cores than
-    that would think it had been bound.
-    """
-    own, deadline = os.sched_getaffinity(0), time.monotonic() + _VISIT_SECONDS
-    try:
-        while not own <= (cores := os.sched_getaffinity(process)) and len(cores) == 1:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.01)
-    except OSError:
-        return None
-    return cores
 
 
 def cores_of_node(environ: Mapping[str, str] = os.environ) -> int:
@@ -120,13 +96,9 @@ def share(cores: Iterable[int], rank: int, ranks: int) -> set[int]:
 
 def _local_place(environ: Mapping[str, str]) -> tuple[int, int]:
     """Returns the number of this process among the ranks of its host, and how many these are."""
-    for names in _LOCAL_RANKS:
-        rank, ranks = (environ.get(name, "") for name in names)
-        if rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks):
-            return int(rank), int(ranks)
-    local, most = environ.get("SLURM_LOCALID", ""), environ.get(RANKS_VARIABLE, "")
-    number = int(local) if local.isdecimal() else 0
-    return number, max(1, int(most)) if most.isdecimal() else 1
+    rank = environ.get(environ.get(LOCAL_RANK_VARIABLE, ""), "")
+    sizes = (number_of(environ, name) for name in _LOCAL_SIZES)
+    return int(rank) if rank.isdecimal() else 0, next(filter(None, sizes), 1)
 
 
 def _place(core: int) -> tuple[int, int, int]:

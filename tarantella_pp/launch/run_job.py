@@ -28,14 +28,11 @@ from tarantella_pp.launch.processes import (
     die_with_parent,
     is_alive,
     kill_descendants,
-    remove_unused_shared_memory,
-    start_of_process,
 )
 from tarantella_pp.launch.records import (
     ENDED,
     FAILED,
     FINISHED,
-    RETURNED,
     SIZE_VARIABLE,
     JobStderr,
     Record,
@@ -48,7 +45,6 @@ POLL_SECONDS = 0.1
 LOOK_SECONDS = 1.0
 # From the first failure to the end of the job: for output on its way, and earlier failures.
 SETTLE_SECONDS = 0.4
-DEADLOCK_SECONDS = 1.0
 # How long an MPI launcher that is asked to end a job may take.
 END_SECONDS = 3.0
 # How long after a rank the next one may start; on hosts that are the job's own, the first one
@@ -56,8 +52,6 @@ END_SECONDS = 3.0
 START_SECONDS = 60.0
 # How long the MPI launcher may take to end after its ranks have.
 CLOSING_SECONDS = 5.0
-# How long ranks may take to leave after the scripts of all have ended.
-SHUTDOWN_SECONDS = 300.0
 # How long the ranks may take to end after the launcher got a signal, or its terminal is gone.
 # Ignored signals (`nohup`, jobs in the background) stay ignored.
 GRACE_SECONDS = {signal.SIGTERM: 30.0, signal.SIGINT: 5.0, signal.SIGHUP: 30.0}
@@ -68,7 +62,6 @@ class Exit(enum.IntEnum):
 
     OK = 0
     FAILED = 1
-    USAGE = 2
     PREEMPTED = 75
     TIMEOUT = 124
     INTERRUPTED = 130
@@ -152,14 +145,12 @@ class JobRun:
     def _wait(self, mpi: subprocess.Popen[bytes]) -> int:
         """Looks at the records until the job has ended or must be ended."""
         records, start = self._records, time.monotonic()
-        name = pathlib.Path(str(mpi.args[0])).name  # type: ignore[index]
         while True:
             self._take(POLL_SECONDS)
             gone = mpi.poll() is not None
             if gone:  # its ranks' last records may still be on their way
                 self._settle()
-            failure = records.first_failure() or records.left_before_mpi(DEADLOCK_SECONDS)
-            failure = failure or self._on_dead_host(mpi.pid)
+            failure = records.first_failure() or self._on_dead_host(mpi.pid)
             if self._stopped_by is not None:
                 if gone or records.all_in(*ENDED) or time.monotonic() > self._deadline:
                     return _report_stop(self._stopped_by)
@@ -170,20 +161,15 @@ class JobRun:
                 self._settle()
                 return self._report_failure(records.first_failure() or failure, mpi)
             elif records.all_in(FINISHED):
-                return _close(mpi, name)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    mpi.wait(CLOSING_SECONDS)
+                return Exit.OK
             elif gone:
                 missing, what = records.missing(), "its ranks were still at work (MPI_Abort?)"
                 what = f"ranks {missing} never started{self._advice()}" if missing else what
+                name = pathlib.Path(str(mpi.args[0])).name  # type: ignore[index]
                 _tell(f"{name} {describe_exit(mpi.returncode)}, but {what}")
                 return max(mpi.returncode, Exit.FAILED)
-            elif records.all_in(*ENDED) and records.age() > SHUTDOWN_SECONDS:
-                stuck = sorted(rank for rank in records if records[rank].state == RETURNED)
-                _tell(
-                    f"ranks {stuck} did not leave within {SHUTDOWN_SECONDS:g} s of the end of "
-                    "every script, and were killed: MPI waits for a message or a collective call "
-                    "that another rank has left out"
-                )
-                return Exit.FAILED
             elif self._timeout is not None and time.monotonic() - start > self._timeout:
                 _tell(f"the job was killed after {self._timeout:g} s (--timeout)")
                 return Exit.TIMEOUT
@@ -263,23 +249,12 @@ class JobRun:
         kill_descendants(END_SECONDS)
         self._stderr.finish(CLOSING_SECONDS)
         self._take(0.0)
-        if mpi.returncode != 0:
-            remove_unused_shared_memory(start_of_process())
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         """Notes the first signal; the second one ends the patience with the ranks."""
         seconds = 0.0 if self._stopped_by is not None else GRACE_SECONDS[signal.Signals(number)]
         self._stopped_by = self._stopped_by or signal.Signals(number)
         self._deadline = time.monotonic() + seconds
-
-
-def _close(mpi: subprocess.Popen[bytes], name: str) -> int:
-    """Lets MPI's launcher end, and pass on the last output, after a success."""
-    try:
-        mpi.wait(CLOSING_SECONDS)
-    except subprocess.TimeoutExpired:
-        _tell(f"{name} did not end after its ranks had; killed")
-    return Exit.OK
 
 
 def _report_stop(number: signal.Signals) -> int:

@@ -2,30 +2,26 @@
 
 ::
 
-    mpiexec  --  what stands for the rank  --  keeper  --  rank
+    mpiexec  --  keeper  --  rank
 
-MPI may kill the process that it takes for the rank at any time, so that this could not clean up. It
-only stands for the rank: its keeper, in a session of its own, is told by the system and cleans up.
+The keeper passes signals on, says how the rank has ended, and ends what the rank leaves behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import io
 import logging
-import mmap
 import os
 import runpy
-import shutil
 import signal
 import socket
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 from tarantella_pp.errors import LaunchError
 from tarantella_pp.launch import records
@@ -36,93 +32,54 @@ from tarantella_pp.launch.environment import (
     OUTPUT_VARIABLE,
 )
 from tarantella_pp.launch.guard import Guard, exit_code_of
-from tarantella_pp.launch.processes import (
-    adopt_orphans,
-    describe_exit,
-    die_with_parent,
-    kill_descendants,
-    remove_unused_shared_memory,
-    start_of_process,
-)
+from tarantella_pp.launch.processes import adopt_orphans, die_with_parent, kill_descendants
 from tarantella_pp.launch.records import (
     FAILED,
-    FINISHED,
     LOCAL_RANK_VARIABLE,
     RANK_VARIABLE,
-    RETURNED,
     SIZE_VARIABLE,
     STARTED,
     number_from,
 )
-from tarantella_pp.launch.resources import cores_of_starter, take_gpu, take_share
+from tarantella_pp.launch.resources import take_gpu, take_share
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-# Tells the keeper that MPI has killed what stands for the rank.
-_ALONE = signal.SIGRTMIN
-_WATCHED = (signal.SIGCHLD, _ALONE, *_PASSED_ON)
+_WATCHED = (signal.SIGCHLD, *_PASSED_ON)
 # How long the launcher may take to end the job after a rank has failed.
 LINGER_SECONDS = 8.0
 # Its launcher follows SIGTERM and SIGINT with a kill, so ours sends others; see `OpenMpi`.
 _OF_OPEN_MPI = {signal.SIGUSR1: signal.SIGTERM, signal.SIGUSR2: signal.SIGINT}
-# Where Open MPI's daemon on this host keeps files, which it leaves behind when it is cut off.
-_SESSION_VARIABLE = "PMIX_SERVER_TMPDIR"
 _STANDARD_OUTPUT, _STANDARD_ERROR = 1, 2
 _LIBRARY = "tarantella_pp"
 
 
 def main() -> int:
     """Runs `worker.py SCRIPT ARGUMENTS...` as one rank of the job described by the environment."""
-    launcher, own = os.getppid(), os.getpid()
-    die_with_parent(launcher)
-    # Blocked before the forks: a signal in between waits until its reader is there.
+    die_with_parent(os.getppid())
+    # Blocked before the fork: a signal in between waits until its reader is there.
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-    keeper = os.fork()
-    if keeper:
-        return _stand_for(keeper)
-    os.setsid()
-    die_with_parent(own, _ALONE)
-    return _start_rank(launcher)
-
-
-def _stand_for(keeper: int) -> int:
-    """Passes signals on to the keeper, and ends as it does."""
-    while True:
-        number = signal.sigwait(_WATCHED)
-        if number != signal.SIGCHLD:
-            os.kill(keeper, number)
-        elif (status := _status_of(keeper)) is not None:
-            if status < 0:  # not every MPI ends a job for an exit code
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return status
-
-
-def _start_rank(launcher: int) -> int:
-    """Starts the rank and looks after it."""
     size = int(os.environ[SIZE_VARIABLE])
     rank = 0 if size == 1 else number_from(RANK_VARIABLE)
     if rank is None:
         sys.exit(f"tarantella: {os.environ[RANK_VARIABLE]} is not set; is --mpi the MPI in use?")
-    keeper, siblings, begin = os.getpid(), cores_of_starter(launcher), start_of_process()
-    said = mmap.mmap(-1, len(RETURNED))  # the last state that the rank has told, for its keeper
+    keeper = os.getpid()
     records.write(_STANDARD_ERROR, rank, state=STARTED, host=socket.gethostname())
     child = os.fork()
     if child:
-        return _keep(rank, child, said, begin)
+        return _keep(rank, child)
+    os.setsid()  # signals of MPI are for the keeper alone
     die_with_parent(keeper)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     told = os.dup(_STANDARD_ERROR)  # which the script may close or redirect
 
     def report(**fields: Any) -> None:
-        said[:] = fields.get("state", STARTED).encode().ljust(len(said), b"\0")
         with contextlib.suppress(OSError):  # the launcher is gone
             records.write(told, rank, **fields)
 
-    guard = Guard(rank, size, report)
-    return run_script(sys.argv[1:], guard, functools.partial(_take_share, size, siblings))
+    return run_script(sys.argv[1:], Guard(rank, size, report))
 
 
-def _keep(rank: int, child: int, said: mmap.mmap, begin: float) -> int:
+def _keep(rank: int, child: int) -> int:
     """Looks after a rank; returns its exit code once the launcher has had time to end the job."""
 
     def tell(**fields: Any) -> None:
@@ -134,30 +91,18 @@ def _keep(rank: int, child: int, said: mmap.mmap, begin: float) -> int:
     status = None
     while status is None:
         number = signal.sigwait(_WATCHED)
-        if number == _ALONE:
-            _end_alone(begin)
-        elif number == signal.SIGCHLD:
+        if number == signal.SIGCHLD:
             status = _status_of(child)
         else:
             meant = _OF_OPEN_MPI.get(signal.Signals(number), number) if of_open_mpi else number
             if meant == signal.SIGTERM:
                 tell(stopped=True)
             os.kill(child, meant)
-    state = said[:].rstrip(b"\0").decode()
-    if status == 0 and state == RETURNED:
-        tell(state=FINISHED)
-        return 0
-    code = 128 - status if status < 0 else status or 1
-    if state != FAILED:
-        # So it may have been MPI that ended it, since another rank has failed.
-        unexplained = status > 0 or status == -signal.SIGTERM
-        cause = describe_exit(status) if status < 0 else f"its process {describe_exit(status)}"
-        cause += "" if status else " before its script did (os._exit?)"
-        tell(state=FAILED, cause=cause, exit_code=code, unexplained=unexplained)
-    # MPI need not notice by itself: then it has nothing to add to what the launcher says.
-    if signal.sigtimedwait([_ALONE], LINGER_SECONDS) is not None:
-        _end_alone(begin)
-    return code
+    tell(status=status)
+    kill_descendants()
+    if status:  # MPI need not notice by itself: it has nothing to add to what the launcher says
+        time.sleep(LINGER_SECONDS)
+    return 128 - status if status < 0 else status
 
 
 def _status_of(child: int) -> int | None:
@@ -170,16 +115,7 @@ def _status_of(child: int) -> int | None:
     return found
 
 
-def _end_alone(begin: float) -> NoReturn:
-    """Ends the rank, for MPI has killed what it knows of it, and leaves nothing behind."""
-    kill_descendants()
-    remove_unused_shared_memory(begin)
-    if folder := os.environ.get(_SESSION_VARIABLE):
-        shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
-
-
-def run_script(command: list[str], guard: Guard, prepare: Callable[[], None]) -> int:
+def run_script(command: list[str], guard: Guard) -> int:
     """Runs `script.py ...` or `-m module ...` as Python would, and reports how it ended."""
     faulthandler.enable()
     guard.start()
@@ -189,7 +125,7 @@ def run_script(command: list[str], guard: Guard, prepare: Callable[[], None]) ->
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
-        prepare()
+        _take_share(guard.size)
         _show_log(os.environ, guard.rank)
         _run_as_main(command)
     except SystemExit as exit_:
@@ -197,14 +133,14 @@ def run_script(command: list[str], guard: Guard, prepare: Callable[[], None]) ->
             code = exit_.code if isinstance(exit_.code, int) else 1
             guard.fail(None, f"sys.exit({exit_.code!r})", code)
         else:
-            guard.leave(f"sys.exit({'' if exit_.code is None else 0})")
+            guard.leave()
     except LaunchError as error:
         guard.fail(None, str(error), 1)
     except BaseException as error:
         error.__traceback__ = _of_script(error.__traceback__)
         guard.fail(error, describe(error), exit_code_of(error))
     else:
-        guard.leave("its script ended")
+        guard.leave()
     if guard.state == FAILED:
         _flush()
         time.sleep(LINGER_SECONDS)  # its keeper ends it as soon as the launcher says so
@@ -212,9 +148,9 @@ def run_script(command: list[str], guard: Guard, prepare: Callable[[], None]) ->
     return 0
 
 
-def _take_share(size: int, siblings: set[int] | None) -> None:
+def _take_share(size: int) -> None:
     """Gives this rank its part of the host's cores, and of its GPUs."""
-    take_share(os.environ, siblings)
+    take_share(os.environ)
     local_rank = None if size == 1 else number_from(LOCAL_RANK_VARIABLE)
     if local_rank is not None:
         take_gpu(os.environ, local_rank)

@@ -70,10 +70,10 @@ class Job:
     def wait_until_ready(self) -> None:
         """Returns once rank 0 has written that all ranks have met."""
         assert self._process.stderr is not None
-        while "ready" not in self._seen:
-            line = self._process.stderr.readline()
-            assert line, f"ended before it was ready: {self._seen}"
-            self._seen += line
+        while "ready" not in self._seen:  # reads no more than there is, which `result` would miss
+            piece = os.read(self._process.stderr.fileno(), 4096)
+            assert piece, f"ended before it was ready: {self._seen}"
+            self._seen += piece.decode(errors="replace")
         self._start = time.monotonic()
 
     def send(self, number: signal.Signals) -> None:

@@ -80,8 +80,8 @@ class NetworkHost:
 
     def _left(self) -> list[str]:
         alive = [p for p in self.processes() if _name(p)]
-        files = [*self.seen("/dev/shm").iterdir(), *self.seen(self.tmp).iterdir()]
-        return [_name(process) for process in alive] + [str(path) for path in files]
+        files = [str(path) for path in self.seen(self.tmp).iterdir()]
+        return [_name(process) for process in alive] + files
 
 
 @dataclass

@@ -153,30 +153,12 @@ def test_the_script_of_the_examples_puts_a_preempted_run_back_into_the_queue(pyt
         ({}, None),
         ({"SLURM_NTASKS": "5"}, 5),
         ({"SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "3"}, 6),
+        ({"SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "3"}, 6),
         ({"SLURM_NTASKS": "", "SLURM_NTASKS_PER_NODE": "2(x3)"}, None),
     ],
 )
 def test_tasks_are_those_asked_for(given, tasks):
     assert mpi_launchers.slurm_tasks(given) == tasks
-
-
-@pytest.mark.parametrize(
-    ("tasks", "ranks", "most"),
-    [
-        ("2(x3),1", 7, 2),
-        ("8,1", 9, 8),
-        ("4", 4, 4),
-        ("64(x2)", 9, None),  # those of the command line, and dealt out by Slurm
-        ("", 1, None),
-        ("2(x", 2, None),
-    ],
-)
-def test_hosts_may_have_unequal_numbers_of_ranks(tasks, ranks, most):
-    assert mpi_launchers.most_tasks_of_host({"SLURM_TASKS_PER_NODE": tasks}, ranks) == most
-
-
-def test_hosts_are_counted_under_both_names():
-    assert mpi_launchers.slurm_hosts({"SLURM_JOB_NUM_NODES": "3"}) == 3
 
 
 @pytest.mark.parametrize(

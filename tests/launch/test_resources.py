@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -36,8 +34,9 @@ def test_shares_are_neighbours_and_disjoint(monkeypatch, tmp_path):
     assert resources.share([9, 3, 5, 7], 1, 2) == {7, 9}
 
 
-MPICH = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-OPEN_MPI = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+MPICH = {"TNT_LOCAL_RANK_FROM": "RANK", "RANK": "1", "MPI_LOCALNRANKS": "2"}
+OPEN_MPI = {"TNT_LOCAL_RANK_FROM": "RANK", "RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+SLURM = {"TNT_LOCAL_RANK_FROM": "RANK", "RANK": "1", "TNT_RANKS_PER_NODE": "2"}
 BIND = {"TNT_BIND": "cores"}
 
 
@@ -54,7 +53,7 @@ BIND = {"TNT_BIND": "cores"}
         (4, {**BIND, **MPICH, "SLURM_CPUS_PER_TASK": "3"}, None, "3"),
         (4, {**BIND, **MPICH, "SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "4"}, {2, 3}, "2"),
         (4, {**BIND, **MPICH, "SLURM_CPUS_ON_NODE": "2"}, None, "1"),
-        (4, {**BIND, "TNT_RANKS_PER_NODE": "2", "SLURM_LOCALID": "1"}, {2, 3}, "2"),
+        (4, {**BIND, **SLURM}, {2, 3}, "2"),
         (4, BIND, None, "4"),
         (1, {**BIND, **MPICH}, None, "1"),
     ],
@@ -67,36 +66,10 @@ def test_a_rank_takes_its_share_of_the_host_it_is_on(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, share: chosen.append(share))
     environ = dict(given)
-    resources.take_share(environ, set(range(cores)))
+    resources.take_share(environ)
     assert chosen == ([] if share is None else [share])
     assert environ["TF_NUM_INTRAOP_THREADS"] == threads
     assert environ["OMP_NUM_THREADS"] == threads
-
-
-def test_a_rank_that_is_bound_already_stays_so(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound again"))
-    environ = {**BIND, **MPICH}
-    resources.take_share(environ, set(range(8)))
-    assert environ["OMP_NUM_THREADS"] == "4"
-
-
-@pytest.mark.parametrize(
-    ("seen", "cores"),
-    [
-        ([{0}, {1}, {2}, {0, 1, 2, 3}], {0, 1, 2, 3}),  # a look at each core of the host
-        ([{0, 1, 2, 3, 4, 5, 6, 7}], {0, 1, 2, 3, 4, 5, 6, 7}),
-        ([{4, 5}], {4, 5}),
-        ([{5}] * 400, {5}),  # it has one of its own: that of the daemons of this host
-    ],
-)
-def test_what_has_started_a_rank_may_visit_other_cores(seen, cores, monkeypatch):
-    """MPICH's proxy does so when the first rank calls MPI_Init: another one may be that late."""
-    moments, own, clock = iter(seen), {0, 1, 2, 3}, itertools.count()
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: next(moments) if pid else own)
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock) / 99)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    assert resources.cores_of_starter(7) == cores
 
 
 def test_cores_that_slurm_has_given_to_others_do_not_count(monkeypatch):
@@ -137,8 +110,8 @@ def machine(monkeypatch, tmp_path):
 
 def test_each_rank_gets_a_socket_and_as_many_threads(machine):
     for rank in (0, 1):
-        environ = {"TNT_BIND": "socket", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"}
-        resources.take_share(environ, set(range(8)))
+        environ = {**MPICH, "TNT_BIND": "socket", "RANK": str(rank)}
+        resources.take_share(environ)
         assert environ["OMP_NUM_THREADS"] == str(len(machine[rank]))
     assert machine == [{0, 1, 2, 3}, {4, 6, 7}]
 
@@ -207,19 +180,17 @@ def two_gpus(monkeypatch, tmp_path):
         ({"CUDA_VISIBLE_DEVICES": "GPU-ab,GPU-cd"}, 1, "GPU-cd"),
         ({"TNT_SHARE_GPUS": "1"}, 5, "1"),
         ({"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_PER_TASK": "1"}, 1, "0"),
+        ({"TF_FORCE_GPU_ALLOW_GROWTH": "false"}, 0, "0"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 3, None),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 3, None),
+        ({"CUDA_VISIBLE_DEVICES": "-1,0"}, 3, None),
     ],
 )
-def test_each_rank_of_a_host_takes_one(given, local_rank, taken):
+def test_each_rank_of_a_host_takes_one_if_there_are_any(given, local_rank, taken):
     environ = dict(given)
     resources.take_gpu(environ, local_rank)
-    assert environ == {**given, "CUDA_VISIBLE_DEVICES": taken, **GROWTH}
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_what_the_user_says_of_memory_stays():
-    environ = {"TF_FORCE_GPU_ALLOW_GROWTH": "false"}
-    resources.take_gpu(environ, 0)
-    assert environ["TF_FORCE_GPU_ALLOW_GROWTH"] == "false"
+    changed = {"CUDA_VISIBLE_DEVICES": taken} if taken else {}
+    assert environ == {**(GROWTH if taken else {}), **given, **changed}
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -232,29 +203,13 @@ def test_more_ranks_than_gpus_are_refused(given):
     assert "--share-gpus or TNT_SHARE_GPUS=1" in str(error.value)
 
 
-@pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("given", ["", "-1", "-1,0", None])
-def test_without_gpus_nothing_changes(given, tmp_path, monkeypatch):
-    environ = {} if given is None else {"CUDA_VISIBLE_DEVICES": given}
-    if given is None:
-        monkeypatch.setattr(resources, "_DEVICES", tmp_path / "missing")
-    before = dict(environ)
-    resources.take_gpu(environ, 3)
-    assert environ == before
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_loaded_tensorflow_is_told(monkeypatch):
+def test_a_loaded_tensorflow_is_told_and_gpus_in_use_are_not_shared_silently(monkeypatch):
     loaded = tensorflow(["GPU:0", "GPU:1"])
     monkeypatch.setitem(sys.modules, "tensorflow", loaded)
     resources.take_gpu({}, 1)
     assert loaded.visible == loaded.growing == ["GPU:1"]
     with pytest.raises(LaunchError, match="at least 3 ranks"):
         resources.take_gpu({}, 2)
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_gpus_that_are_in_use_are_not_shared_silently(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", tensorflow(["GPU:0", "GPU:1"], in_use=True))
     with pytest.raises(LaunchError, match=r"Call tarantella_pp\.init\(\) before"):
         resources.take_gpu({}, 0)

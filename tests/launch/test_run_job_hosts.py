@@ -6,14 +6,12 @@ import os
 import pathlib
 import shutil
 import signal
-import sys
 import time
 
 import pytest
 
 from tests.helpers import network_hosts
-from tests.helpers.jobs import PYTHONS, ROOT, SCRIPTS
-from tests.helpers.mpi import mpi_run
+from tests.helpers.jobs import PYTHONS, SCRIPTS
 from tests.helpers.network_hosts import Network
 
 pytestmark = [
@@ -65,22 +63,6 @@ def test_hosts_that_cannot_be_reached_end_the_job(python, hosts):
 
 LONG_SECONDS = 80.0
 """What a job may take whose ranks do not start: they have a minute."""
-SKEWED = """
-import socket, time
-if socket.gethostname() == "beta":
-    real, ahead = time.time, {seconds}
-    time.time = lambda: real() + ahead
-    time.time_ns = lambda: int(1e9 * time.time())
-"""
-
-
-@pytest.fixture
-def clocks(tmp_path):
-    """What sets the clock of beta wrong, by a minute and a half."""
-    (tmp_path / "sitecustomize.py").write_text(
-        SKEWED.format(seconds=90 if os.getpid() % 2 else -90)
-    )
-    return {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
 
 
 @pytest.fixture
@@ -98,31 +80,19 @@ def check_clean(hosts: Network) -> None:
         assert host.leftovers() == [], host.name
 
 
-def test_hosts_need_not_share_a_folder(python, hosts, private, clocks):
-    with hosts.tarantella(python, "-n", "2", "hello.py", folder=private, **clocks) as job:
-        result = job.result()
-    assert result.code == 0, result.stderr
-    assert result.stdout.startswith("hello 1 2\n")
-    check_clean(hosts)
-
-
 @pytest.mark.parametrize(
-    ("fault", "folder", "per_host", "code", "cause"),
+    ("fault", "per_host", "code", "cause"),
     [
-        ("raise", "private", 1, 1, "ValueError: a bad apple (fault.py:39)"),
-        ("exit5", "private", 2, 5, "sys.exit(5)"),
-        ("sigkill", "shared", 2, 137, "killed by SIGKILL"),
-        pytest.param("orphan", "shared", 1, 1, "ValueError: a bad", marks=pytest.mark.slow),
-        pytest.param("_exit0", "shared", 2, 1, "exit code 0 before", marks=pytest.mark.slow),
+        ("orphan", 1, 1, "ValueError: a bad apple (fault.py:39)"),
+        ("sigkill", 2, 137, "killed by SIGKILL"),
     ],
 )
 def test_a_rank_that_fails_on_another_host_is_named(
-    python, fault, folder, per_host, code, cause, hosts, private, clocks
+    python, fault, per_host, code, cause, hosts, private
 ):
     hostfile = hosts.hostfile(*(f"{host.name}:{per_host}" for host in hosts.hosts))
     script = ["-x", f"FAULT_RANK={per_host}", "--", "fault.py", fault, "recv"]
-    where = private if folder == "private" else SCRIPTS
-    with hosts.tarantella(python, "--hostfile", hostfile, *script, folder=where, **clocks) as job:
+    with hosts.tarantella(python, "--hostfile", hostfile, *script, folder=private) as job:
         job.wait_until_ready()
         result = job.result()
     (headline,) = [line for line in result.stderr.splitlines() if "failed first" in line]
@@ -140,18 +110,6 @@ def test_a_script_that_is_missing_on_another_host_is_named(python, hosts, privat
         result = job.result()
     assert result.code == 1
     assert "rank 1 of 2 on host beta failed first: FileNotFoundError" in result.stderr
-    check_clean(hosts)
-
-
-def test_an_interpreter_that_is_missing_on_another_host_ends_the_job(python, hosts):
-    own = hosts.hosts[0].seen(hosts.hosts[0].tmp) / "python"
-    own.symlink_to(python)
-    interpreter = str(hosts.hosts[0].tmp / "python")
-    with hosts.tarantella(python, "--python-interpreter", interpreter, "hello.py") as job:
-        result = job.result(LONG_SECONDS)
-    assert result.code != 0
-    assert interpreter in result.stderr
-    own.unlink()
     check_clean(hosts)
 
 
@@ -181,20 +139,9 @@ def test_an_outage_is_survived(python, hosts):
     check_clean(hosts)
 
 
-def losses_in(text: str) -> list[float]:
-    """Returns the losses that the script has printed."""
-    (line,) = [line for line in text.splitlines() if line.startswith("losses ")]
-    return [float.fromhex(loss) for loss in line.split()[1:]]
-
-
-@pytest.mark.slow
-def test_losses_are_those_of_one_host(python, hosts):
-    hostfile = hosts.hostfile("alpha:2", "beta:1")
-    options = ["--hostfile", hostfile, "--threads", "1", "--", "losses.py"]
-    with hosts.tarantella(python, *options) as job:
+def test_messages_and_sums_are_those_of_one_host(python, hosts):
+    options = ["--hostfile", hosts.hostfile("alpha:2", "beta:1"), "--threads", "1"]
+    with hosts.tarantella(python, *options, "--", "cases.py") as job:
         result = job.result(LONG_SECONDS)
     assert result.code == 0, result.stderr
-    here = mpi_run(3, SCRIPTS / "losses.py", python=sys.executable).check()
-    expected = losses_in(here.stdout)
-    assert expected[3] < expected[0]
-    assert losses_in(result.stdout) == pytest.approx(expected, rel=1e-13, abs=0)
+    assert result.stdout == "{}\n"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,17 @@ def check_backend() -> None:
             f"Pipelines need Keras on TensorFlow. Received: KERAS_BACKEND={backend!r}. Set the "
             "environment variable KERAS_BACKEND=tensorflow, or `backend` in ~/.keras/keras.json."
         )
+
+
+def check_options(kind: type, given: Iterable[str]) -> None:
+    """Refuses options that a class of models has not, with the one that may be meant."""
+    known = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    if any(option.kind is option.VAR_KEYWORD for option in known.values()):
+        return
+    for name in set(given) - set(known):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise TypeError(f"{kind.__name__} has no option '{name}'.{hint}")
 
 
 def check_model(model: Any) -> None:
@@ -161,6 +174,15 @@ def check_overwrite(path: Path, exists: bool, overwrite: bool) -> None:
         raise ConfigurationError(
             f"File '{path}' exists. Received: overwrite=False. Choose another name, or pass "
             "overwrite=True."
+        )
+
+
+def check_one_file(max_shard_size: float | None) -> None:
+    """Refuses to write weights into several files."""
+    if max_shard_size is not None:
+        raise ConfigurationError(
+            f"Weights are saved as one file. Received: max_shard_size={max_shard_size}. To have "
+            "several, load that file in one process, and save it there."
         )
 
 

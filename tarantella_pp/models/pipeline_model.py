@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tarantella_pp.dependencies import needed_for
-
-with needed_for("tarantella_pp.PipelineModel"):
-    import keras
+import keras
 
 from tarantella_pp.errors import ConfigurationError, checked_count
 from tarantella_pp.internals.functional import sublayers
@@ -77,18 +74,18 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             (all of the last stage under `1f1b`). `"except_last"` keeps the last micro-batch of a
             step, too, which is faster; also for each stage, as in `{0: "except_last", 1: "all"}`.
             Default: none, or where the limit needs it the fastest.
-        plan: A `Plan` or the path of one, instead of the options before.
+        plan: A `Plan` or the path of one, which says all but `check_replicas`.
         wire_dtype: `"bfloat16"` to halve what travels from rank to rank: floating point
             activations and gradients are rounded to its 8 bits of precision, and the numbers are
-            no longer exact. Default: their own type, or what `plan` says.
+            no longer exact. Default: their own type.
         num_replicas: Number of pipelines side by side, which share every batch (data parallelism).
             Default: the ranks left for each stage, or chosen with `num_stages`.
         shard_optimizer: Whether each replica keeps the optimizer state of its share of the weights
             only, updates these, and sends them to the others (ZeRO-1, Rajbhandari et al. 2020).
-            The numbers are the same. Default: every replica keeps all, or what `plan` says.
+            The numbers are the same. Default: every replica keeps all.
         gradient_dtype: `"bfloat16"` to halve what replicas send each other of float32 gradients:
             each is rounded to 8 bits of precision, added up in float32, and the sum rounded again,
-            so the numbers are no longer exact. Default: their own type, or what `plan` says.
+            so the numbers are no longer exact. Default: their own type.
         check_replicas: After how many steps the weights of all replicas are compared, by a hash. A
             `ReplicaError` names the first that differs. Default: never.
 
@@ -106,6 +103,11 @@ class PipelineModel(TrainingLoops, CollectiveModel):
     """
 
     _engine: Engine
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Refuses unknown options before Keras looks at them."""
+        model_validation.check_options(cls, options)
+        return super().__new__(cls, *args, **options)
 
     def __init__(
         self,

@@ -47,11 +47,13 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
     method: str  # the method; empty for the end of the script
     place: str = ""  # file and line of the user's script
     facts: dict[str, str] = {}  # what must be the same on all ranks, as text
+    failed: str = ""  # what this rank's last call ended with, if it was an error
 
     def text(self, fact: str | None = None) -> str:
         """Names the call, with one of its facts."""
         argument = "" if fact is None else f"{fact}={self.facts.get(fact, 'nothing')}"
-        return f"{self.method}({argument}) at {self.place}" if self.method else "the script's end"
+        call = f"{self.method}({argument}) at {self.place}" if self.method else "the script's end"
+        return f"{call} after {self.failed}" if self.failed else call
 
     def digest(self) -> bytes:
         """Returns the same bytes for the same calls, wherever they are made."""
@@ -102,6 +104,7 @@ class Agreement:
         self._ended: dict[int, Announcement] = {}
         self._outgoing: list[tuple[Any, Any]] = []
         self._broken = ""
+        self._failed = ""
 
     def where(self) -> str:
         """Returns in which call this rank is, for messages."""
@@ -114,10 +117,15 @@ class Agreement:
             yield  # a part of the call that was announced
             return
         texts = {name: repr(value) for name, value in facts.items()}
-        self._calls.append(CollectiveCall(method, calling_line() or "?", texts))
+        failed, self._failed = self._failed, ""
+        self._calls.append(CollectiveCall(method, calling_line() or "?", texts, failed))
         try:
             self._announce(waiter, self._calls[-1])
-            yield
+            try:
+                yield
+            except Exception as error:  # which the script may catch, and make another call
+                self._failed = f"{method}() ended with {describe(error)}"
+                raise
         finally:
             self._calls.pop()
 

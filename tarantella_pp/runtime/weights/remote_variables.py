@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -230,7 +231,17 @@ def _found(variable: Any) -> ValuePieces:
 
 
 def _error(variable: Any) -> StaleWeightError:
-    return StaleWeightError(variable.passed[0].message.format(path=variable.path))
+    message = variable.passed[0].message.format(path=variable.path)
+    stack = ((f.f_locals.get("self"), f.f_code.co_name) for f, _ in traceback.walk_stack(None))
+    asking = [(who, name) for who, name in stack if isinstance(who, keras.callbacks.Callback)]
+    hook = next((name for _, name in asking if name.startswith("on_")), "")
+    if hook:  # weights are not gathered for it unasked: a rank may have no memory for all of them
+        message += (
+            f" Callback {type(asking[0][0]).__name__} reads it in {hook}: put before it, on all "
+            f"ranks, keras.callbacks.LambdaCallback({hook}=lambda n, logs=None: "
+            "model.get_weights())."
+        )
+    return StaleWeightError(message)
 
 
 _UNBORN = StepCounter(OF_DEFERRED)

@@ -27,17 +27,26 @@ def told(read):
 
 
 class Reader(keras.callbacks.Callback):
-    """Reads all weights at the end of each epoch, in the one way or the other."""
+    """Reads all weights after each step and each epoch."""
 
-    def __init__(self, collectively):
+    def __init__(self):
         super().__init__()
-        self.collectively = collectively
-        self.found = []
+        self.found = {}
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.read("batch")
 
     def on_epoch_end(self, epoch, logs=None):
-        if self.collectively:
-            self.model.get_weights()
-        self.found.append(told(lambda: [layer.get_weights() for layer in self.model.layers]))
+        self.read("epoch")
+
+    def read(self, when):
+        layers = self.model.layers
+        self.found[when] = error_of(lambda: [layer.get_weights() for layer in layers])
+
+
+def gathering(model, hook):
+    """What a reader's error says to put before it."""
+    return keras.callbacks.LambdaCallback(**{hook: lambda n, logs=None: model.get_weights()})
 
 
 def kept_files(model, folder):
@@ -70,9 +79,10 @@ def read_everything(folder):
         "tree": lambda: model.get_state_tree(),
     }
     found = {"start": [told(read) for read in reads.values()]}
-    readers = [Reader(False), Reader(True)]
-    model.fit(X, Y, callbacks=readers, **{**QUIET, "epochs": 2})
-    found["epochs"] = [reader.found for reader in readers]
+    first, then, always = Reader(), Reader(), Reader()
+    model.fit(X, Y, callbacks=[first, gathering(model, "on_epoch_end"), then], **QUIET)
+    model.fit(X, Y, callbacks=[gathering(model, "on_train_batch_end"), always], **QUIET)
+    found["readers"] = [reader.found for reader in (first, then, always)]
     model.fit(X, Y, **QUIET)
     found["trained"] = {name: told(read) for name, read in reads.items()}
     found["kept"] = kept_files(model, folder)
@@ -96,15 +106,21 @@ def read_everything(folder):
     tied.compile("sgd", loss)
     tied.fit(IDS, integers(6, 5, seed=8), **QUIET)
     found["tied"] = tied.layers[1].get_weights()[0].tolist()
+    found["turns"] = take_turns_on_ranks()
     return found
 
 
 def test_reads_on_the_wrong_rank(tmp_path):
-    run = mpi_run(2, read_everything, str(tmp_path), timeout=200).check()
+    run = mpi_run(2, read_everything, str(tmp_path), timeout=250).check()
+    check_turns([found.pop("turns") for found in run.results])
     reads = 8
     for found in run.results:
         assert found["start"] == ["", *[""] * (reads - 2), "ConfigurationError"]
-        assert found["epochs"] == [["StaleWeightError"] * 2, [""] * 2]
+        first, then, always = found["readers"]
+        for when, hook in (("batch", "on_train_batch_end"), ("epoch", "on_epoch_end")):
+            assert f"Callback Reader reads it in {hook}: put before it" in first[when]
+        assert then == {"batch": first["batch"], "epoch": ""}
+        assert always == {"batch": "", "epoch": ""}
         kinds = found["trained"]
         assert kinds.pop("tree") == "ConfigurationError"
         assert set(kinds.values()) == {"StaleWeightError"}, kinds
@@ -139,7 +155,7 @@ def take_turns(wrap):
 
 
 def take_turns_on_ranks():
-    use_float64()
+    """Two pipelines with a layer in common, on another rank in each."""
     plain = []
 
     def wrap(model):
@@ -154,11 +170,9 @@ def take_turns_on_ranks():
     return owners, [*told, again.evaluate(X, X, verbose=0)]
 
 
-@pytest.mark.slow
-def test_pipelines_with_a_layer_in_common():
-    run = mpi_run(2, take_turns_on_ranks, timeout=200).check()
+def check_turns(results):
     models, expected = take_turns(lambda model: model)
     expected.append(models[1].evaluate(X, X, verbose=0))
-    for owners, told in run.results:
-        assert owners == [1, 0]  # on another rank in each
+    for owners, told in results:
+        assert owners == [1, 0]
         assert distance(expected, told) < ROUNDING

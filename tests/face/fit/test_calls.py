@@ -119,6 +119,7 @@ def make_calls_that_differ(folder):
     plain.save_weights(own / "w.weights.h5")
     plain.save_weights(own / "w.weights.json", max_shard_size=1e-3)
     found = [refused(call) for call in calls]
+    assert "num_stages='two'" in refused(lambda: tnt.PipelineModel(mlp(), num_stages="two"))
     try:
         model.fit(ends_badly(), steps_per_epoch=4, verbose=0)
     except Exception as error:  # that of the reader, or what it tells the others

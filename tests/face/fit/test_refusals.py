@@ -149,6 +149,8 @@ def test_a_compilation_that_is_refused_changes_nothing(arguments):
 def test_arguments_that_keras_does_not_have(model):
     with pytest.raises(TypeError, match="optimiser"):
         model.compile(optimiser="sgd")
+    with pytest.raises(TypeError, match=r"'num_stage'.* Did you mean num_stages"):
+        PipelineModel(mlp(), num_stage=2)
 
 
 def test_training_before_compile():

@@ -86,7 +86,6 @@ class CheckpointRun(keras.callbacks.Callback):
         self._facts: dict[str, Any] = {}
         self._configs: dict[str, Any] = {}
         self._history: dict[str, list[Any]] = {}
-        self._damaged: list[str] = []
         self._restored: RestoredState | None = None
         self._step = self._epoch_step = 0
         self._epoch = self._initial_epoch = initial_epoch
@@ -115,18 +114,15 @@ class CheckpointRun(keras.callbacks.Callback):
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Goes on from the newest checkpoint, or begins; takes all ranks."""
         own = self._checkpoint
-        given = self._ranks.allgather_json([str(own.directory), own.every, own.keep])
-        if any(theirs != given[0] for theirs in given):
-            raise ConfigurationError(
-                "All ranks must have the same Checkpoint. Received: directory, every and keep "
-                f"{'; '.join(f'{theirs} on rank {rank}' for rank, theirs in enumerate(given))}"
-            )
+        options = {"directory": str(own.directory), "every": own.every, "keep": own.keep}
+        with self._ranks.call("Checkpoint", **options):
+            pass  # the same on all ranks
         self._configs = configs_of(self._model)
         self._facts = self._ranks.broadcast_json(facts_of(self._model, self._data_facts()))
         found = newest_whole(self._ranks, own.directory)
         trains = True
         if found is not None:
-            folder, manifest, self._damaged = found
+            folder, manifest = found
             config, rate = self._configs["config"], _learning_rate_of(self._model)
             refuse_others(manifest, self._facts, config, rate, str(folder))
             trains = self._go_on(folder, manifest)
@@ -292,7 +288,7 @@ class CheckpointRun(keras.callbacks.Callback):
             "versions": versions(),
             "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
-        self._writer.write(own, state, self._damaged)
+        self._writer.write(own, state)
         self._written = now
 
     def _position(self) -> tuple[DataPosition, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -17,6 +16,7 @@ from tarantella_pp.callbacks.checkpoint_run import CheckpointRun
 from tarantella_pp.callbacks.lockstep import Lockstep
 from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.internals.data import make_its_folder
 from tarantella_pp.launch.environment import TRACE_VARIABLE
 from tarantella_pp.runtime.comm.communicator import Communicator
 
@@ -77,7 +77,7 @@ def callbacks_of_rank(
     if communicator.size > 1:
         for callback in found:
             _check(callback)
-        found = [ours for callback in found for ours in _of_rank(callback, communicator)]
+        found = [ours for callback in found for ours in _of_rank(callback, model, communicator)]
         found.append(Lockstep(communicator, None if run is None else run.preemption))
     if run is not None:
         run.follow(found)
@@ -87,13 +87,13 @@ def callbacks_of_rank(
     return found
 
 
-def _of_rank(callback: Any, communicator: Communicator) -> Iterator[Any]:
+def _of_rank(callback: Any, model: Any, communicator: Communicator) -> Iterator[Any]:
     """What runs in place of a callback."""
     prints = communicator.rank == communicator.size - 1
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
-        yield FolderMaker(callback)
+        make_its_folder(callback)
     if _looks_at_weights(callback):
-        yield WeightGatherer(callback, follows=not prints)
+        yield _gathering(callback, model, follows=not prints)
     if prints or not isinstance(callback, _ONE_RANK):
         yield callback
 
@@ -125,7 +125,7 @@ def with_trace(callbacks: Any, model: Any, environ: Mapping[str, str]) -> Any:
     path = Path(environ.get(TRACE_VARIABLE, ""))
     if not path.name:
         return callbacks
-    if timelines_in(callbacks):
+    if any(isinstance(callback, Timeline) for callback in listed(callbacks)):
         _LOG.warning("--trace %s is left out: the script has a Timeline of its own", path)
         return callbacks
     number = next(_TRACED)
@@ -137,11 +137,6 @@ def with_trace(callbacks: Any, model: Any, environ: Mapping[str, str]) -> Any:
     return [*listed(callbacks), timeline]
 
 
-def timelines_in(callbacks: Any) -> int:
-    """Returns how many of the callbacks record timelines, which must be so on all ranks."""
-    return sum(isinstance(callback, Timeline) for callback in listed(callbacks))
-
-
 def listed(callbacks: Any) -> list[Any]:
     """The callbacks of a call."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -149,49 +144,17 @@ def listed(callbacks: Any) -> list[Any]:
     return [callback for callback in keras.tree.flatten(callbacks) if callback is not None]
 
 
-class FolderMaker(keras.callbacks.Callback):
-    """Makes the folder of a `ModelCheckpoint`, which itself fails where another rank is quicker.
-
-    It stands before the checkpoint in the list.
-    """
-
-    def __init__(self, checkpoint: keras.callbacks.ModelCheckpoint) -> None:
-        super().__init__()
-        self._checkpoint = checkpoint
-        self._epoch = 0
-
-    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Notes the epoch, which a path may name."""
-        self._epoch = epoch
-
-    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Makes the folder of a checkpoint that is written every few batches."""
-        if self._checkpoint.save_freq != "epoch":
-            self.on_epoch_end(self._epoch, {"batch": batch + 1, **(logs or {})})
-
-    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Makes the folder of a checkpoint that is written once an epoch."""
-        with contextlib.suppress(KeyError):  # the checkpoint itself names the missing key
-            path = Path(self._checkpoint.filepath.format(epoch=epoch + 1, **(logs or {})))
-            path.parent.mkdir(parents=True, exist_ok=True)
-
-
-class WeightGatherer(keras.callbacks.Callback):
-    """Gathers the weights on all ranks at the end of the epochs in which a `TensorBoard` looks.
+def _gathering(board: keras.callbacks.TensorBoard, model: Any, *, follows: bool) -> Any:
+    """Does what takes all ranks at the end of epochs in which a `TensorBoard` looks at weights.
 
     It stands before the board in the list, and for it on ranks that have none.
     """
 
-    def __init__(self, board: keras.callbacks.TensorBoard, follows: bool) -> None:
-        super().__init__()
-        self._board = board
-        self._follows = follows
-
-    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Does what takes all ranks."""
-        board = self._board
+    def gather(epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         if board.histogram_freq and epoch % board.histogram_freq == 0:
-            self.model._engine.weights.gather()
-        if self._follows and board.embeddings_freq and epoch % board.embeddings_freq == 0:
+            model._engine.weights.gather()
+        if follows and board.embeddings_freq and epoch % board.embeddings_freq == 0:
             name = f"keras_embedding.ckpt-{epoch}.weights.h5"
-            self.model.save_weights(os.path.join(board.log_dir, "train", name))
+            model.save_weights(os.path.join(board.log_dir, "train", name))
+
+    return keras.callbacks.LambdaCallback(on_epoch_end=gather)

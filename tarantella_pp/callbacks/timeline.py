@@ -32,7 +32,6 @@ from tarantella_pp.runtime.recorder import (
     simulated,
 )
 from tarantella_pp.schedule import Action, Compute, Transfer
-from tarantella_pp.simulation import StepTimeline
 
 # The trace is in Google's "Trace Event Format": a process for each rank, with a track each for what
 # it computes, for its messages and for its steps, and an arrow from each send to its receive.
@@ -131,7 +130,7 @@ class Timeline(keras.callbacks.Callback):
                 "No steps were recorded: a Timeline has a summary once `fit` has ended, if it had "
                 f"the steps that were asked for. Received: steps={self._wanted!r}"
             )
-        Console().print(summary_table(same, simulated(same)))
+        Console().print(summary_table(same))
 
     def _engine(self) -> Any:
         engine = getattr(self.model, "_engine", None)
@@ -143,7 +142,7 @@ class Timeline(keras.callbacks.Callback):
         return engine
 
 
-def summary_table(steps: Sequence[RecordedStep], simulation: StepTimeline) -> Group:
+def summary_table(steps: Sequence[RecordedStep]) -> Group:
     """Makes the table of recorded steps: a row for each rank, then what holds for all of them."""
     schedule = steps[0].schedule
     rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -166,11 +165,12 @@ def summary_table(steps: Sequence[RecordedStep], simulation: StepTimeline) -> Gr
         f"{schedule.name}, {schedule.num_micro_batches} micro-batches of a batch of "
         f"{steps[0].rows}; milliseconds in a step, medians of {len(steps)}"
     )
-    return Group(Text(title, style="bold"), rows, Text(_compared(steps, simulation)))
+    return Group(Text(title, style="bold"), rows, Text(_compared(steps)))
 
 
-def _compared(steps: Sequence[RecordedStep], simulation: StepTimeline) -> str:
+def _compared(steps: Sequence[RecordedStep]) -> str:
     """Returns the line that compares the schedule's part of a step with its simulation."""
+    simulation = simulated(steps)
     measured = median(step.timeline.step_seconds for step in steps)
     bubble = median(step.timeline.bubble_fraction for step in steps)
     return (
@@ -193,7 +193,7 @@ def _period(steps: Sequence[RecordedStep], rank: int) -> float:
 
 
 def write_trace(
-    path: Path, steps: Sequence[RecordedStep], simulation: tuple[StepTimeline, float] | None = None
+    path: Path, steps: Sequence[RecordedStep], simulation: tuple[Any, float] | None = None
 ) -> None:
     """Writes recorded steps to a file, all of it or nothing."""
     document = {"displayTimeUnit": "ms", "traceEvents": trace_events(steps, simulation)}
@@ -201,7 +201,7 @@ def write_trace(
 
 
 def trace_events(
-    steps: Sequence[RecordedStep], simulation: tuple[StepTimeline, float] | None = None
+    steps: Sequence[RecordedStep], simulation: tuple[Any, float] | None = None
 ) -> list[TraceEvent]:
     """Makes the events of a trace; times are in microseconds since the first step began."""
     if not steps:

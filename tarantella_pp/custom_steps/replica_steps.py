@@ -26,7 +26,6 @@ from tarantella_pp.runtime.data.batch import (
     rebuild,
 )
 from tarantella_pp.runtime.data.data_feed import DataFeed, dense
-from tarantella_pp.runtime.recorder import Recorder
 from tarantella_pp.runtime.stage.batch_statistics import BatchStatistics
 from tarantella_pp.runtime.weights.shared_weights import broadcast_variable, check_replicas
 
@@ -106,7 +105,7 @@ class ReplicaSteps:
     def share_metrics(self) -> None:
         """Does nothing: metrics are the same on all ranks after each step."""
 
-    def record(self, recorder: Recorder | None) -> None:
+    def record(self, recorder: Any) -> None:
         """Refuses to record; `None` is what it does anyway."""
         if recorder is not None:
             raise ConfigurationError(

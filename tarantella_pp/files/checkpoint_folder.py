@@ -95,15 +95,11 @@ def publish(draft: Path, manifest: bytes) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def remove_old(
-    directory: Path, keep: int, known: Collection[str], damaged: Collection[str]
-) -> None:
-    """Removes all checkpoints but the newest, and damaged ones that are older than these."""
-    good = 0
-    for path in checkpoints_in(directory):
-        if good >= keep and path.name in known:
+def remove_old(directory: Path, keep: int, known: Collection[str]) -> None:
+    """Removes all checkpoints of this job but the newest."""
+    for path in checkpoints_in(directory)[keep:]:
+        if path.name in known:
             shutil.rmtree(path)
-        good += path.name not in damaged
 
 
 def sync(path: Path) -> None:

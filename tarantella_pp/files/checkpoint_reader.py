@@ -61,14 +61,13 @@ class RestoredState:
         return self._files[number].read(key)
 
 
-def newest_whole(ranks: Communicator, directory: Path) -> tuple[Path, Manifest, list[str]] | None:
+def newest_whole(ranks: Communicator, directory: Path) -> tuple[Path, Manifest] | None:
     """Finds the newest checkpoint with right checksums; collective, each rank reads some files."""
     if ranks.rank == 0:
         with contextlib.suppress(OSError):  # without it, one before it is taken
             put_back(directory)
     ranks.barrier()
     names = _seen_by_all(ranks, directory)
-    damaged: list[str] = []
     for name in names:
         mine = ["", ""]  # its damage, or that it has another format
         try:
@@ -81,13 +80,12 @@ def newest_whole(ranks: Communicator, directory: Path) -> tuple[Path, Manifest, 
         if other:
             raise FormatError(other)
         if not problem:
-            return directory / name, read_manifest(directory / name), damaged
-        damaged.append(name)
+            return directory / name, read_manifest(directory / name)
         if ranks.rank == ranks.size - 1:
             logger.warning("checkpoint '%s' is damaged: %s", directory / name, problem)
-    if damaged:
+    if names:
         raise FileError(
-            f"All checkpoints in '{directory}' are damaged: {', '.join(damaged)}. "
+            f"All checkpoints in '{directory}' are damaged: {', '.join(names)}. "
             "`tarantella checkpoint verify` names what is damaged in each. Remove them to begin "
             "anew."
         )

@@ -48,9 +48,7 @@ class CheckpointWriter:
 
         self._on_first("", prepare)
 
-    def write(
-        self, own: Mapping[str, Any], state: Mapping[str, Any], damaged: Sequence[str]
-    ) -> None:
+    def write(self, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Writes this rank's tensors, and the first rank's state; takes all ranks."""
         directory, name = self._directory, checkpoint_folder.name_of_step(state["step"])
         begin = checkpoint_folder.begin_draft
@@ -68,9 +66,8 @@ class CheckpointWriter:
             raise
         self._known.add(name)
         if self._ranks.rank == 0:
-            bad = [other for other in damaged if other != name]
             try:
-                checkpoint_folder.remove_old(directory, self._keep, self._known, bad)
+                checkpoint_folder.remove_old(directory, self._keep, self._known)
             except OSError as error:
                 logger.warning("could not remove old checkpoints in '%s': %s", directory, error)
 

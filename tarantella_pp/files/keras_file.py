@@ -48,11 +48,10 @@ class KerasFile:
     """
 
     def __init__(self, filepath: Any) -> None:
-        opened = isinstance(filepath, io.IOBase)
-        self.name = f"an open {type(filepath).__name__}" if opened else f"'{filepath}'"
+        self.name = f"'{filepath}'"
         with contextlib.ExitStack() as stack:
             try:
-                self._file: Any = filepath if opened else stack.enter_context(open(filepath, "rb"))
+                self._file: Any = stack.enter_context(open(filepath, "rb"))
                 self._zip = stack.enter_context(zipfile.ZipFile(self._file))
                 self._check()
                 self.config: dict[str, Any] = json.loads(self._zip.read(CONFIG))
@@ -93,7 +92,7 @@ class KerasFile:
             yield Path(folder) / ASSETS if found else None
 
     def close(self) -> None:
-        """Closes it; an open file that was given stays open."""
+        """Closes it."""
         self._opened.close()
 
     def _check(self) -> None:
@@ -151,15 +150,6 @@ class _Part(io.RawIOBase):
         count = int(self._file.readinto(into))
         self._position += count
         return count
-
-
-def config_of(model: keras.Model, compile_config: dict[str, Any] | None) -> dict[str, Any]:
-    """Describes the wrapped model, so that plain Keras makes one of its class."""
-    config: dict[str, Any] = keras.saving.serialize_keras_object(model)
-    config.pop("compile_config", None)
-    if compile_config:
-        config["compile_config"] = compile_config
-    return config
 
 
 def write_plain(plain: keras.Model, config: dict[str, Any], path: Path) -> None:

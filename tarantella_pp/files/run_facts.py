@@ -13,7 +13,7 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.files.manifest import Manifest
 from tarantella_pp.internals.optimizers import wrapped_in
 from tarantella_pp.internals.state import compiled_with
-from tarantella_pp.runtime.comm.collective import compiled_facts
+from tarantella_pp.runtime.comm.collective import compiled_facts, nameless
 from tarantella_pp.runtime.weights.optimizer_state import spec_of
 
 _MOST_DIFFERENCES = 5
@@ -104,14 +104,8 @@ def _comparable(facts: Mapping[str, Any], config: Any) -> dict[str, Any]:
         for name, value in facts["compiled"].items()
         if name != _RATE or not isinstance(value, float)
     }
-    return {"layers": without_names(config), **facts, "compiled": without_names(compiled)}
-
-
-def without_names(config: Any) -> Any:
-    """A configuration as it is in each process that makes the same."""
-    if isinstance(config, Mapping):
-        return {key: without_names(value) for key, value in config.items() if key not in _NUMBERED}
-    return [without_names(value) for value in config] if isinstance(config, list) else config
+    layers = nameless(config, _NUMBERED)
+    return {"layers": layers, **facts, "compiled": nameless(compiled, _NUMBERED)}
 
 
 def differences(saved: Any, now: Any, most: int) -> list[str]:

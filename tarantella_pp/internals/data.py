@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -163,6 +164,21 @@ def _has_methods(callback: Any) -> bool:
 def _names_of_keras(callback: Any) -> tuple[str, ...]:
     """What a callback remembers as one of Keras, or as one derived from it."""
     return next((names for kind, names in _REMEMBERED.items() if isinstance(callback, kind)), ())
+
+
+def make_its_folder(checkpoint: Any) -> None:
+    """Has the folder of a `ModelCheckpoint` made where another rank may be quicker.
+
+    Keras itself looks whether there is one, and fails if it comes meanwhile.
+    """
+    path_of = type(checkpoint)._get_file_path
+
+    def path(*given: Any) -> str:
+        found: str = path_of(checkpoint, *given)
+        Path(found).parent.mkdir(parents=True, exist_ok=True)
+        return found
+
+    checkpoint._get_file_path = path
 
 
 def has_stopped(callback: Any) -> bool:

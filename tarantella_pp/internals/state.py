@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -252,12 +251,6 @@ def only_traced() -> Iterator[None]:
 def needs_only_shapes() -> bool:
     """Whether a layer runs just now to learn the shapes of what it returns."""
     return _traced.get() or bool(in_symbolic_scope())
-
-
-def pickled(file: io.BytesIO) -> tuple[Any, ...]:
-    """What `__reduce__` returns of a model."""
-    file.seek(0)
-    return keras.Model._unpickle_model, (file,)
 
 
 def _take_down(optimizer: Any) -> dict[Key, Any]:

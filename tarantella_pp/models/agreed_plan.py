@@ -15,10 +15,9 @@ from tarantella_pp.models.make_plan import best_plan, default_machine
 from tarantella_pp.models.model_validation import needs_whole_batch, replicas_of
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.units import format_bytes
-from tarantella_pp.partition.options import PlanOptions, narrow_dtype
+from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.with_batch import sent_as
 from tarantella_pp.runtime.comm.collective import on_one_rank
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.machine import magnitude, measure_link, memory_of_each_rank
@@ -41,7 +40,7 @@ def agreed_plan(
 
     def make() -> str:
         if plan is not None:
-            return _given_plan(extracted, plan, options).to_json()
+            return _given_plan(plan, options).to_json()
         asked = _on_ranks(options, communicator.size, extracted)
         best = best_plan(extracted, asked)
         if memory is not None:
@@ -108,20 +107,16 @@ def _on_ranks(options: PlanOptions, num_ranks: int, extracted: ExtractedModel) -
     return replace(options, num_stages=stages, num_replicas=replicas, stages_per_rank=per_rank)
 
 
-def _given_plan(extracted: ExtractedModel, plan: Any, options: PlanOptions) -> Plan:
+def _given_plan(plan: Any, options: PlanOptions) -> Plan:
     """Reads a given plan; refuses other things, and options that it has decided already."""
     if not isinstance(plan, (Plan, str, Path)):
         raise ConfigurationError(
             f"Expected a Plan or the path of one. Received: plan={plan!r} of type "
             f"{type(plan).__name__}"
         )
-    asked = options.given()
-    # Plans of the first version did not say what messages are sent as, so that stands beside them.
-    narrow = narrow_dtype("wire_dtype", asked.pop("wire_dtype", None))
-    for name, value in asked.items():
+    for name, value in options.given().items():
         raise ConfigurationError(
             f"The plan says how the pipeline is made. Received: plan together with "
             f"{name}={value!r}. Leave one of the two out."
         )
-    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
-    return sent_as(loaded, extracted.graph, narrow)
+    return plan if isinstance(plan, Plan) else Plan.load(plan)

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import keras
 import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.files.file_replacement import replace_file, replace_shards
+from tarantella_pp.files.file_replacement import replace_file
 from tarantella_pp.files.keras_file import (
     KerasFile,
-    config_of,
     read_state,
     read_weights,
     write_plain,
 )
 from tarantella_pp.internals.model_files import called_by_writer, save_weights
-from tarantella_pp.internals.state import pickled
-from tarantella_pp.models.model_validation import check_overwrite
+from tarantella_pp.models.model_validation import check_one_file, check_overwrite
 from tarantella_pp.runtime.comm.collective import (
     collective,
     contents_of,
@@ -85,20 +81,25 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
 
     def get_state_tree(self, value_format: str = "backend_tensor") -> dict[str, Any]:
         """Returns weights and slots by name, where one process has all of them."""
-        self._refuse_trees("get_state_tree")
+        self._refuse_on_ranks("get_state_tree")
         tree: dict[str, Any] = super().get_state_tree(value_format)
         return tree
 
     def set_state_tree(self, state_tree: dict[str, Any]) -> None:
         """Sets weights and slots by name, where one process has all of them."""
-        self._refuse_trees("set_state_tree")
+        self._refuse_on_ranks("set_state_tree")
         super().set_state_tree(state_tree)
 
-    def _refuse_trees(self, method: str) -> None:
+    def __reduce__(self) -> Any:
+        """Copies and pickles become plain Keras models, where one process has all of it."""
+        self._refuse_on_ranks("A copy or pickle of a model")
+        return super().__reduce__()
+
+    def _refuse_on_ranks(self, what: str) -> None:
         if self._engine.communicator.size > 1:
             raise ConfigurationError(
-                f"{method} needs all weights and slots in one process, and ranks share them out. "
-                "Use `get_weights` and `set_weights`, or `save_weights` and `load_weights`."
+                f"{what} needs all weights and slots in one process, and ranks share them out. "
+                "Use `get_weights` and `set_weights`, or `save` and `load_weights`."
             )
 
     def get_config(self) -> dict[str, Any]:
@@ -116,16 +117,10 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         """Describes the wrapped model and its compilation, for `keras.models.model_from_json`."""
         return json.dumps(self._config(), **kwargs)
 
-    def __reduce__(self) -> Any:
-        """Pickles and copies become plain Keras models; all ranks must make them."""
-        file = io.BytesIO()
-        self.save(file)
-        return pickled(file)
-
-    @collective("overwrite", "include_optimizer", filepath=lambda given: _named(given["filepath"]))
+    @collective("filepath", "overwrite", "include_optimizer")
     def save(
         self,
-        filepath: str | Path | BinaryIO,
+        filepath: str | Path,
         overwrite: bool = True,
         zipped: bool | None = None,
         include_optimizer: bool = True,
@@ -144,9 +139,6 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
             else:
                 write_plain(self._plain(optimizer), self._config(optimizer), draft)
 
-        if isinstance(filepath, io.IOBase):
-            self._save_to_each(filepath, write)
-            return
         path = _path(filepath)
         formats = ("h5", "hdf5") if path.suffix in _LEGACY else ("keras",)
         known = path.suffix in (".keras", *_LEGACY) and save_format in (None, *formats)
@@ -158,20 +150,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
                 "`keras.saving.load_model` in one process."
             )
         self._refuse_existing(path, overwrite)
-        self._on_last_rank("save", replace_file, path, write)
-
-    def _save_to_each(self, file: Any, write: Callable[[Path, Any], None]) -> None:
-        """Writes a model to an open file of each rank."""
-        communicator = self._engine.communicator
-        last = communicator.size - 1
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.keras"
-            self._on_last_rank("save", lambda target, draw: draw(target), path, write)
-            own = path.read_bytes() if communicator.rank == last else b""
-        size = communicator.broadcast_json(len(own), last)
-        data = np.frombuffer(own, np.uint8) if own else np.empty(size, np.uint8)
-        communicator.broadcast(data, last)
-        on_all_ranks(communicator, f"write to {_named(file)}", lambda: file.write(data.data))
+        self._on_last_rank("save", path, write)
 
     @collective("filepath", "overwrite", "max_shard_size")
     def save_weights(
@@ -179,20 +158,20 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
     ) -> None:
         """Saves the weights as plain Keras does; all ranks must call it, the last one writes.
 
-        New files replace older ones only when all of them are complete.
+        The file replaces an older one only when it is complete.
         """
+        check_one_file(max_shard_size)
         path = _path(filepath)
         self._refuse_existing(path, overwrite)
 
         def write(draft: Path, state: Any) -> None:
             plain = self._plain(state)
-            if max_shard_size is None and draft.name.endswith(".weights.h5"):
+            if draft.name.endswith(".weights.h5"):
                 save_weights(plain, draft, rows_of)
             else:
-                plain.save_weights(draft, max_shard_size=max_shard_size)
+                plain.save_weights(draft)  # which refuses other names
 
-        replace = replace_file if max_shard_size is None else replace_shards
-        self._on_last_rank("save_weights", replace, path, write)
+        self._on_last_rank("save_weights", path, write)
 
     @collective("skip_mismatch", contents=lambda given: contents_of(given["filepath"]))
     def load_weights(
@@ -240,13 +219,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         exists = communicator.broadcast_json(path.exists(), communicator.size - 1)
         check_overwrite(path, exists, overwrite)
 
-    def _on_last_rank(
-        self,
-        what: str,
-        replace: Callable[[Path, Callable[[Path], None]], None],
-        path: Path,
-        write: Callable[[Path, Any], None],
-    ) -> None:
+    def _on_last_rank(self, what: str, path: Path, write: Callable[[Path, Any], None]) -> None:
         """Lets the last rank write a file, while the others hand it values one at a time."""
         communicator = self._engine.communicator
         last = communicator.size - 1
@@ -256,7 +229,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
 
         def work() -> None:
             with stream.open(), read_with(read):
-                replace(path, lambda draft: write(draft, state))
+                replace_file(path, lambda draft: write(draft, state))
 
         # Ranks that do not write serve values here, and come to the next line when all are written.
         stream.serve()
@@ -273,8 +246,11 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
 
     def _config(self, optimizer: Any = True) -> dict[str, Any]:
         """Describes the wrapped model, with its compilation if there is an optimizer."""
-        compiled = None if optimizer is None else self.get_compile_config()
-        return config_of(self._engine.extracted.model, compiled)
+        config: dict[str, Any] = keras.saving.serialize_keras_object(self._engine.extracted.model)
+        config.pop("compile_config", None)
+        if optimizer is not None and (compiled := self.get_compile_config()):
+            config["compile_config"] = compiled
+        return config
 
     def export(self, *args: Any, **kwargs: Any) -> None:
         """Refuses: save the model and export it with stock Keras."""
@@ -282,11 +258,6 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
             "A PipelineModel cannot be exported as it is. Save it with `save('model.keras')`, and "
             "call `keras.saving.load_model('model.keras').export(...)` in one process."
         )
-
-
-def _named(filepath: Any) -> Any:
-    """A path, or what kind of a file is open, which each rank has for itself."""
-    return type(filepath).__name__ if isinstance(filepath, io.IOBase) else filepath
 
 
 def _path(filepath: Any) -> Path:

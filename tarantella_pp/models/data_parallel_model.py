@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from tarantella_pp.callbacks.checkpoint import Checkpoint
 from tarantella_pp.callbacks.rank_rules import listed
 from tarantella_pp.custom_steps.replica_steps import ReplicaSteps
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError, checked_count
-from tarantella_pp.files.file_replacement import replace_file, replace_shards
+from tarantella_pp.files.file_replacement import replace_file
 from tarantella_pp.internals.functional import hides_its_graph, own_metrics
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.pipeline_model import PipelineModel
@@ -145,10 +144,6 @@ class Sequential(Model):
         model = tnt.Sequential([keras.Input((784,)), keras.layers.Dense(10)])
     """
 
-    def __new__(cls, layers: Any = None, *args: Any, **options: Any) -> Any:
-        """Makes replicas of a `keras.Sequential` with steps of its own, as `Model` does."""
-        return super().__new__(cls, layers, *args, **options)
-
     def __init__(self, layers: Any, name: str | None = None, **options: Any) -> None:
         if not isinstance(layers, keras.Model):
             layers = keras.Sequential(layers, name=name)
@@ -258,24 +253,15 @@ class OwnStepModel(TrainingLoops):
     @collective("overwrite")
     def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
         """Saves the model as plain Keras does; all ranks must call it, the last one writes."""
-        self._write(functools.partial(self._plain.save, **kwargs), filepath, overwrite)
+        write_on_last_rank(functools.partial(self._plain.save, **kwargs), filepath, overwrite)
 
     @collective("overwrite")
     def save_weights(
         self, filepath: Any, overwrite: bool = True, max_shard_size: float | None = None
     ) -> None:
         """Saves the weights as plain Keras does; all ranks must call it, the last one writes."""
-        write = functools.partial(self._plain.save_weights, max_shard_size=max_shard_size)
-        self._write(write, filepath, overwrite, max_shard_size is not None)
-
-    def _write(
-        self, write: Callable[[Any], None], filepath: Any, overwrite: bool, shards: bool = False
-    ) -> None:
-        """Lets the last rank write a file, or each rank its own if that is open."""
-        if isinstance(filepath, (str, os.PathLike)):
-            write_on_last_rank(write, filepath, overwrite, shards)
-        else:
-            write(filepath)
+        model_validation.check_one_file(max_shard_size)
+        write_on_last_rank(self._plain.save_weights, filepath, overwrite)
 
     @collective("skip_mismatch", contents=lambda given: contents_of(given["filepath"]))
     def load_weights(self, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> None:
@@ -283,18 +269,14 @@ class OwnStepModel(TrainingLoops):
         self._plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
 
-def write_on_last_rank(
-    write: Callable[[Path], None], filepath: Any, overwrite: bool, shards: bool = False
-) -> None:
+def write_on_last_rank(write: Callable[[Path], None], filepath: Any, overwrite: bool) -> None:
     """Lets the last rank write a model that each rank has; replaces a file by a complete one."""
     path, ranks = Path(filepath), world()
 
     def work() -> None:
         # Keras would ask whoever started the job, who may be nobody.
         model_validation.check_overwrite(path, path.exists(), overwrite)
-        if shards:
-            replace_shards(path, write)
-        elif path.suffix in _FILES:
+        if path.suffix in _FILES:
             replace_file(path, write)
         else:
             write(path)

@@ -10,10 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from tarantella_pp.dependencies import needed_for
-
-with needed_for("tarantella_pp.deferred_init"):
-    import keras
+import keras
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.internals.state import (

@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import io
 import json
 import logging
 import os
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import keras
 
@@ -40,7 +37,7 @@ _COMPILATION = "compile_config"
 
 
 def load_model(
-    filepath: str | os.PathLike[str] | BinaryIO,
+    filepath: str | os.PathLike[str],
     custom_objects: Mapping[str, Any] | None = None,
     compile: bool = True,
     safe_mode: bool = True,
@@ -55,8 +52,8 @@ def load_model(
     keeps its share, and the log says so.
 
     Args:
-        filepath: Path of a `.keras` file, or of what else `keras.models.load_model` takes; or an
-            open `.keras` file of each rank. Ranks may have files of their own, with equal contents.
+        filepath: Path of a `.keras` file, or of what else `keras.models.load_model` takes. Ranks
+            may have files of their own, with equal contents.
         custom_objects: Classes and functions by their names, as in Keras.
         compile: Whether to compile the model as it was, with the state of its optimizer.
         safe_mode: Whether to refuse lambdas, as in Keras.
@@ -76,7 +73,9 @@ def load_model(
         model.fit(x, y)
     """
     objects = dict(custom_objects or {})
-    whole = functools.partial(_whole, filepath, objects, compile, safe_mode)
+    whole = functools.partial(
+        keras.models.load_model, filepath, objects, compile=compile, safe_mode=safe_mode
+    )
     with contextlib.ExitStack() as stack:
         file = _agreed_file(filepath, stack, compile=bool(compile), safe_mode=bool(safe_mode))
         if file is None:
@@ -102,7 +101,7 @@ def load_model(
 
 
 def save_model(
-    model: Any, filepath: str | os.PathLike[str] | BinaryIO, overwrite: bool = True, **options: Any
+    model: Any, filepath: str | os.PathLike[str], overwrite: bool = True, **options: Any
 ) -> None:
     """Saves a model as `save` of a distributed model does; all ranks must call it.
 
@@ -110,7 +109,7 @@ def save_model(
 
     Args:
         model: A distributed model, or one of plain Keras.
-        filepath: Path of the file, or an open file of each rank.
+        filepath: Path of the file.
         overwrite: Whether to replace an existing file.
         **options: What the model's `save` takes.
 
@@ -122,7 +121,7 @@ def save_model(
 
         tnt.models.save_model(model, "model.keras")
     """
-    if isinstance(model, TrainingLoops) or isinstance(filepath, io.IOBase):
+    if isinstance(model, TrainingLoops):
         model.save(filepath, overwrite=overwrite, **options)
         return
     with world().call("save_model", overwrite=overwrite):
@@ -350,19 +349,16 @@ def _reason_of(model: Any) -> str:
 
 def _agreed_file(filepath: Any, stack: contextlib.ExitStack, **facts: Any) -> KerasFile | None:
     """Opens a file that is the same on all ranks; `None` for one that only Keras reads."""
-    ranks = world()
-    opened = isinstance(filepath, io.IOBase)
-    if not opened and not isinstance(filepath, (str, os.PathLike)):
+    if not isinstance(filepath, (str, os.PathLike)):
         raise ConfigurationError(
-            "load_model takes the path of a file, or an open one. Received: "
-            f"filepath={filepath!r} of type {type(filepath).__name__}"
+            f"load_model takes the path of a file. Received: filepath={filepath!r} of type "
+            f"{type(filepath).__name__}"
         )
-    name = f"an open {type(filepath).__name__}" if opened else os.fspath(filepath)
-    in_parts = opened or (name.endswith(".keras") and "://" not in name and not Path(name).is_dir())
-    found: list[KerasFile] = []
-    if not in_parts:
+    ranks, name = world(), os.fspath(filepath)
+    if not name.endswith(".keras") or "://" in name or Path(name).is_dir():
         with ranks.call("load_model", **facts, contents=contents_of(filepath)):
             return None
+    found: list[KerasFile] = []
 
     def work() -> None:
         found.append(stack.enter_context(contextlib.closing(KerasFile(filepath))))
@@ -371,17 +367,3 @@ def _agreed_file(filepath: Any, stack: contextlib.ExitStack, **facts: Any) -> Ke
         on_all_ranks(ranks, f"read '{name}'", work)
     with ranks.call("load_model (file)", contents=found[0].contents):
         return found[0]
-
-
-def _whole(filepath: Any, objects: Any, compile_too: bool, safe_mode: bool) -> Any:
-    """Loads a model of plain Keras, which takes the path of a file."""
-    with contextlib.ExitStack() as stack:
-        if isinstance(filepath, io.IOBase):
-            file = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".keras"))
-            filepath.seek(0)
-            shutil.copyfileobj(filepath, file)
-            file.flush()
-            filepath = file.name
-        return keras.models.load_model(
-            filepath, custom_objects=objects, compile=compile_too, safe_mode=safe_mode
-        )

@@ -1,4 +1,4 @@
-"""What a plan comes to for another batch, another loss, or messages of another type."""
+"""What a plan comes to for another batch, or another loss."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from tarantella_pp.partition.graph.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import (
     CutEdge,
-    NarrowDtype,
     OutputUse,
     StagePlan,
 )
-from tarantella_pp.partition.plan.plan_simulation import with_step
 from tarantella_pp.partition.stage_costs import StageCostModel
 
 # What grows with batches and messages.
@@ -43,15 +41,6 @@ def with_batch(
         **gpipe,
     )
     return _recounted(plan, changed, graph, in_flight)
-
-
-def sent_as(plan: Plan, graph: LayerGraph, dtype: NarrowDtype | None) -> Plan:
-    """Returns a plan whose messages travel in another type, if one is given."""
-    if dtype in (None, plan.wire_dtype):
-        return plan
-    plan.check(graph)
-    narrow = msgspec.structs.replace(plan, wire_dtype=dtype)
-    return with_step(_recounted(plan, narrow, graph))
 
 
 def _longer(stage: StagePlan, times: float) -> StagePlan:

@@ -35,7 +35,7 @@ def write(directory: Path, step: int) -> None:
     state = {**NOTHING, "step": step, "epoch_step": step, "position": position}
     writer = CheckpointWriter(Communicator(), directory, KEEP, [0])
     writer.prepare()
-    writer.write(values, state, [])
+    writer.write(values, state)
 
 
 def newest(directory: Path) -> int:
@@ -43,8 +43,7 @@ def newest(directory: Path) -> int:
     found = newest_whole(Communicator(), directory)
     if found is None:
         return 0
-    folder, manifest, damaged = found
-    assert not damaged
+    folder, manifest = found
     (file,) = manifest.files
     tensors = TensorFile(folder / file.name)
     assert len(tensors.slots) == 4

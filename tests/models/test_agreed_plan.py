@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 
+from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models import agreed_plan
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
@@ -21,16 +22,13 @@ def planned(monkeypatch, memory, **options):
     return PipelineModel(models.causal_attention(), **OPTIONS, **options).plan
 
 
-def test_messages_in_a_type_beside_a_plan_count_as_in_one_made_for_it():
-    model, options = models.causal_attention(), {**OPTIONS, "balance": "flops"}
-    wide, narrow = (make_plan(model, **options, wire_dtype=dtype) for dtype in (None, "bfloat16"))
-    assert wide.assignment == narrow.assignment
-    assert wide.stages != narrow.stages
-    for plan in (wide, narrow):
-        found = PipelineModel(model, plan=plan, wire_dtype="bfloat16").plan
-        for name in ("wire_dtype", "stages", "cuts", "step_seconds", "bubble"):
-            assert getattr(found, name) == getattr(narrow, name), name
-    assert PipelineModel(model, plan=wide).plan == wide
+def test_options_beside_a_plan_are_refused():
+    model = models.causal_attention()
+    plan = make_plan(model, **OPTIONS)
+    assert PipelineModel(model, plan=plan).plan == plan
+    for option in ({"wire_dtype": "bfloat16"}, {"num_stages": 2}):
+        with pytest.raises(ConfigurationError, match=f"plan together with {next(iter(option))}"):
+            PipelineModel(model, plan=plan, **option)
 
 
 def needed(plan):

@@ -164,22 +164,14 @@ def test_the_simulated_step_lies_below_the_measured_one_of_its_time():
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_measured_timeline_is_the_one_that_was_played(name):
-    _, timeline = played(name)
-    for step in recorded(name):
-        found = step.timeline
-        assert found.step_seconds == pytest.approx(timeline.step_seconds)
-        assert found.bubble_fraction == pytest.approx(timeline.bubble_fraction)
-        assert found.busy_seconds == pytest.approx(timeline.busy_seconds)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_costs_and_step_time_are_found_again(name):
+def test_timeline_costs_and_step_time_are_found_again(name):
     stages = tuple(
         StageCosts(1.0 + s, 2.0 + s, 1.5, full_backward=3.0 + s) for s in range(SCHEDULES[name])
     )
     costs = Costs(stages, {}, LinkCosts(0.0, 0.25), send_seconds=0.125, receive_seconds=0.0625)
-    steps = recorded(name, costs)
+    steps, (_, timeline) = recorded(name, costs), played(name, costs)
+    for field in ("step_seconds", "bubble_fraction", "busy_seconds"):
+        assert getattr(steps[1].timeline, field) == pytest.approx(getattr(timeline, field))
     found = measured_costs(steps)
     assert found.send_seconds == pytest.approx(0.125)
     for stage, true in zip(found.stages, stages, strict=True):

@@ -5,22 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tarantella_pp.errors import ConfigurationError
 from tests.helpers.mpi import find_mpiexec, mpi_run
+from tests.helpers.training import refused
 
 pytestmark = [
     pytest.mark.keras,
     pytest.mark.mpi,
     pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec"),
 ]
-
-
-def refusal(call) -> str:
-    try:
-        call()
-    except ConfigurationError as error:
-        return str(error)
-    return ""
 
 
 def use_everything() -> dict:
@@ -70,16 +62,16 @@ def use_everything() -> dict:
         assert (one.numpy() == root + 1).all()
         assert int(two) == root + 1
     found = {
-        "op": refusal(lambda: tnt.allreduce(1.0, "product")),
-        "text": refusal(lambda: tnt.allreduce({"a": "b"})),
-        "root": refusal(lambda: tnt.broadcast_variables([one], size)),
-        "graph": refusal(lambda: tf.function(lambda: tnt.allreduce(tf.constant(1.0)))()),
+        "op": refused(lambda: tnt.allreduce(1.0, "product")),
+        "text": refused(lambda: tnt.allreduce({"a": "b"})),
+        "root": refused(lambda: tnt.broadcast_variables([one], size)),
+        "graph": refused(lambda: tf.function(lambda: tnt.allreduce(tf.constant(1.0)))()),
     }
     if size > 1:
-        found["shape"] = refusal(lambda: tnt.allreduce({"loss": np.ones(mine)}))
-        found["nest"] = refusal(lambda: tnt.allreduce([1.0] if rank else (1.0,)))
-        found["ops"] = refusal(lambda: tnt.allreduce(1.0, "sum" if rank else "max"))
-        found["call"] = refusal(lambda: tnt.barrier() if rank else tnt.broadcast_variables([one]))
+        found["shape"] = refused(lambda: tnt.allreduce({"loss": np.ones(mine)}))
+        found["nest"] = refused(lambda: tnt.allreduce([1.0] if rank else (1.0,)))
+        found["ops"] = refused(lambda: tnt.allreduce(1.0, "sum" if rank else "max"))
+        found["call"] = refused(lambda: tnt.barrier() if rank else tnt.broadcast_variables([one]))
     return found
 
 
@@ -94,9 +86,8 @@ def test_one_process() -> None:
     check(use_everything())
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_several_ranks(ranks: int) -> None:
-    for found in mpi_run(ranks, use_everything, env={"TNT_TIMEOUT": "20"}).check().results:
+def test_several_ranks() -> None:
+    for found in mpi_run(3, use_everything, env={"TNT_TIMEOUT": "20"}).check().results:
         check(found)
         for name, parts in {
             "shape": ("{'loss': 'float64[1]'}", "on rank 0", "{'loss': 'float64[2]'}", "on rank 1"),

@@ -135,11 +135,11 @@ def left_alone():
             assert not hasattr(found, "__wrapped__")
 
 
-def train(folder, cases):
+def train(folder):
     use_float64()
     left_alone()
     found = {}
-    for case in cases:
+    for case in CASES:
         found[case] = numbers_of(case, tnt.Model, seed=3 + tnt.get_rank())
     found["averages"], model = normalized(tnt.Model)
     found["seeds"] = np.array(model.drop.seed_generator.state).tolist()
@@ -157,11 +157,9 @@ def train(folder, cases):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("ranks", "cases"), [(2, ["sum"]), pytest.param(3, list(CASES), marks=pytest.mark.slow)]
-)
-def test_ranks_train_as_one_process(ranks, cases, tmp_path):
-    results = mpi_run(ranks, train, str(tmp_path), cases, timeout=300).check().results
+@pytest.mark.slow
+def test_ranks_train_as_one_process(tmp_path):
+    results = mpi_run(3, train, str(tmp_path), timeout=300).check().results
     for result in results:  # the rank that has tried says it in other words
         gradients, backup, plan = result.pop("refused")
         assert "gradients that Contrasts.train_step applies" in gradients
@@ -169,27 +167,21 @@ def test_ranks_train_as_one_process(ranks, cases, tmp_path):
         assert "nothing to plan" in plan
     assert all(result == results[0] for result in results)
     first = results[0]
-    for case in cases:
+    for case in CASES:
         plain = numbers_of(case, lambda model: model)
         assert distance(plain, first[case]) < 1e-10, case
     assert distance(normalized(lambda model: model)[0], first["averages"]) < 1e-10
     assert distance(branching(lambda model: model), first["branches"]) < 1e-10
-    assert first["seeds"][1] == 3 * ranks
+    assert first["seeds"][1] == 3 * len(results)
     again = keras.saving.load_model(tmp_path / "m.keras", {"Normalized": Normalized})
     assert type(again) is Normalized
 
 
-def test_one_process_trains_the_model_itself():
+def test_one_process_trains_the_model_itself_and_plans_nothing():
     model = Regression()
     assert tnt.Model(model) is model
-
-
-@pytest.mark.parametrize("options", [{"num_micro_batches": 2}, {"shard_optimizer": True}])
-def test_options_of_plans_are_refused(options):
-    with pytest.raises(ConfigurationError, match=f"Received: .*{next(iter(options))}"):
-        tnt.Model(Regression(), **options)
-
-
-def test_pipelines_name_what_trains_the_model():
+    for options in ({"num_micro_batches": 2}, {"shard_optimizer": True}):
+        with pytest.raises(ConfigurationError, match=f"Received: .*{next(iter(options))}"):
+            tnt.Model(Regression(), **options)
     with pytest.raises(TarantellaError, match=r"overrides train_step, .* tnt\.Model"):
         tnt.PipelineModel(Regression(), num_stages=2)

@@ -43,8 +43,10 @@ def largest(plan):
     return max(stage.memory_bytes for stage in plan.stages)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
-@pytest.mark.parametrize("batch_size", [64, 96, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_stages", "batch_size"),
+    [(2, 64), (4, 96), pytest.param(3, 1024, marks=pytest.mark.slow)],
+)
 def test_the_fastest_number_of_micro_batches_is_chosen(num_stages, batch_size):
     model, given = tower(8), {"batch_size": batch_size, "machine": SLOW}
     plan = make_plan(model, num_stages, **given)
@@ -116,8 +118,6 @@ def test_more_micro_batches_come_before_recomputation_where_they_cost_less():
     "options",
     [
         {},
-        {"balance": "flops"},
-        {"num_micro_batches": 4},
         {"num_micro_batches": 4, "recompute": "none"},
         {"recompute": "all", "schedule": "gpipe"},
     ],
@@ -133,28 +133,10 @@ def test_a_refused_limit_names_the_smallest_that_works(options):
         make_plan(model, 3, **given, memory_limit=smallest - 1000)
 
 
-@pytest.mark.slow
-def test_limits_of_unequal_devices_choose_and_refuse():
-    model, given = tower(9), {"batch_size": 64}
-    free = make_plan(model, 3, **given)
-    sizes = [stage.memory_bytes for stage in free.stages]
-    limits = [2 * sizes[0], sizes[1] // 2, 2 * sizes[2]]
-    plan = make_plan(model, 3, **given, memory_limit=limits)
-    pairs = zip(plan.stages, limits, strict=True)
-    assert all(stage.memory_bytes <= limit for stage, limit in pairs)
-    with pytest.raises(PlanError, match="limit of each of its stages") as caught:
-        make_plan(model, 3, **given, memory_limit=["1kB", "9GB", "9GB"])
-    found = re.search(r"The smallest one for all stages .* is (\d+) bytes", str(caught.value))
-    assert largest(make_plan(model, 3, **given, memory_limit=int(found[1]))) <= int(found[1])
-
-
-@pytest.mark.slow
 def test_a_refusal_says_what_would_fit():
-    model, given = tower(12), {"batch_size": 4096}
-    fixed = {"num_micro_batches": 4, "recompute": "none"}
-    limit = int(0.5 * largest(make_plan(model, 2, **given, **fixed)))
+    given = {"batch_size": 64, "num_micro_batches": 4, "recompute": "none", "memory_limit": "9kB"}
     with pytest.raises(PlanError, match=r"Less is needed with .*more stages.*recompute='all'"):
-        make_plan(model, 2, **given, **fixed, memory_limit=limit)
+        make_plan(tower(6), 2, **given)
 
 
 @pytest.mark.slow
@@ -216,19 +198,6 @@ def test_shapes_are_those_that_model_and_options_allow():
     ):
         with pytest.raises(ConfigurationError, match=message):
             make_plan(model, **{**given, **options})
-
-
-def test_loops_stay_without_recomputation():
-    inputs = keras.Input((64, 8))
-    x = layers.LSTM(8, return_sequences=True)(inputs)
-    for _ in range(6):
-        x = layers.Dense(64, activation="gelu")(x)
-    given = {"batch_size": 256, "num_micro_batches": 4, "balance": "memory"}
-    model = keras.Model(inputs, x)
-    limit = int(0.9 * largest(make_plan(model, 3, **given)))
-    plan = make_plan(model, 3, **given, memory_limit=limit)
-    assert plan.recompute
-    assert plan.assignment[0] not in plan.recompute
 
 
 @pytest.mark.parametrize(

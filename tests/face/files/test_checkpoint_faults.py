@@ -12,7 +12,7 @@ from keras import layers
 import tarantella_pp as tnt
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
-from tarantella_pp.files import checkpoint_folder, checkpoint_writer, tensor_file
+from tarantella_pp.files import checkpoint_folder
 from tarantella_pp.files.manifest import checksum_of
 from tests.helpers.files import contents, full_disk
 from tests.helpers.training import floats
@@ -89,13 +89,18 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(run, caplog, capsys, kind):
-    directory, expected = run
+def test_a_damaged_checkpoint_is_named(run, capsys, kind):
+    directory, _ = run
     name, harm = DAMAGE[kind]
     assert main(["checkpoint", "verify", str(directory)]) == 0
     harm(directory / "step-00000006" / name)
     assert main(["checkpoint", "verify", str(directory)]) == 1
     assert f"step-00000006/{name}'" in capsys.readouterr().out
+
+
+def test_of_damaged_checkpoints_the_one_before_is_taken(run, caplog):
+    directory, expected = run
+    flipped(directory / "step-00000006" / "rank-00000.safetensors")
     assert fit(directory) == expected
     assert "step-00000006" in caplog.messages[0]
     assert "step-00000005', which has trained 1 epochs, step 2 of the next" in caplog.text
@@ -130,49 +135,13 @@ def test_another_format_is_not_taken_for_damage(run, capsys):
     assert "damaged" not in output
 
 
-class Killed(BaseException):
-    """What a process that is killed cannot catch, either."""
-
-
-POINTS = {
-    "folder": (checkpoint_folder, "begin_draft"),
-    "file": (checkpoint_writer, "write_tensors"),
-    "file on the disk": (tensor_file.os, "fsync"),
-    "manifest": (checkpoint_folder, "publish"),
-    "name": (checkpoint_folder.os, "replace"),
-    "old ones": (checkpoint_folder, "remove_old"),
-}
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_a_kill_while_writing_loses_no_checkpoint(run, monkeypatch, point):
-    directory, expected = run
-    place, name = POINTS[point]
-
-    def killed(*arguments):
-        raise Killed
-
-    before = contents(directory)
-    monkeypatch.setattr(place, name, killed)
-    with pytest.raises(Killed):
-        fit(directory)
-    monkeypatch.undo()
-    assert before.items() <= contents(directory).items()
-    assert fit(directory) == expected
-    assert sorted(os.listdir(directory)) == ["step-00000007", "step-00000008", "step-00000009"]
-
-
-@pytest.mark.parametrize("size", [100, 3000])
-def test_a_full_disk_leaves_the_old_checkpoints(run, size):
-    """There is no room for the tensors, or for the manifest."""
+def test_a_full_disk_leaves_the_old_checkpoints(run):
     directory, expected = run
     before = contents(directory)
-    with (
-        full_disk(size),
-        pytest.raises(FileError, match=r"Rank 0 could .*00000007.*arge"),
-    ):
-        fit(directory)
-    assert contents(directory) == before
+    for size in (100, 3000):  # for the tensors, or for the manifest
+        with full_disk(size), pytest.raises(FileError, match=r"Rank 0 could .*00000007.*arge"):
+            fit(directory)
+        assert contents(directory) == before
     assert fit(directory) == expected
 
 
@@ -197,19 +166,16 @@ class During(keras.callbacks.Callback):
 
 
 def test_another_job_in_the_directory_is_noticed(run):
-    """The one that finds what the other has written ends; the other trains on as if alone."""
     directory, expected = run
-    losses = []
-    beside = During(7, lambda: losses.extend(fit(directory)))
-    with pytest.raises(FileError, match=r"00000008'.* another job writes .* it has 'step-0000000"):
-        fit(directory, callbacks=[beside])
-    assert losses == expected
-    draft = directory / f"{checkpoint_folder.DRAFT}step-00000008.0000"
-    with pytest.raises(FileError, match=r"00000012'.* another job .* '.writing-step-0+8.0000'"):
-        fit(directory, epochs=4, callbacks=[During(11, draft.mkdir)])
-    assert draft.is_dir()  # for that job has done nothing wrong
-    fit(directory, epochs=4)
-    assert not draft.exists()
+    for name in (f"{checkpoint_folder.DRAFT}step-00000008.0000", "step-00000009"):
+        other = directory / name
+        with pytest.raises(FileError, match=rf"00000008'.* another job writes .* it has '{name}'"):
+            fit(directory, callbacks=[During(7, other.mkdir)])
+        assert other.is_dir()  # for that job has done nothing wrong
+        shutil.rmtree(directory / "step-00000007")
+    other.rmdir()
+    assert fit(directory) == expected
+    assert sorted(os.listdir(directory)) == ["step-00000007", "step-00000008", "step-00000009"]
 
 
 OTHERS = {
@@ -222,11 +188,12 @@ OTHERS = {
     r"variables\[0\]\[3\]: True in the checkpoint, False now": lambda: {
         "given": model(frozen=True)
     },
-    "data.contents: 'arrays float64 .22, 6.": lambda: {"x": X + 1},
-    "data.batch_size: 8 in the checkpoint, 4 now": lambda: {"batch_size": 4},
+    "data.contents: 'arrays float64 .22, 6.*data.batch_size: 8 in the checkpoint, 4 now": lambda: {
+        "x": X + 1, "batch_size": 4,
+    },
     "data.shuffle: True in the checkpoint": lambda: {"shuffle": False},
     "has trained 2 epochs. Received: initial_epoch=3": lambda: {"initial_epoch": 3, "epochs": 4},
-}
+}  # fmt: skip
 
 
 def test_another_run_is_refused_by_what_differs(run):

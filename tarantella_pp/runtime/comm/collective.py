@@ -138,17 +138,17 @@ def _told(value: Any) -> Any:
 def _options_of(value: Any) -> dict[str, Any]:
     """Options that look alike everywhere; none of a user's own that has no `get_config`."""
     try:
-        config = _nameless(value.get_config())
+        config = nameless(value.get_config())
     except Exception:  # of a learning rate's schedule in it, too: plain Keras never asks
         return {}
     return {name: option for name, option in config.items() if _is_plain(option)}
 
 
-def _nameless(value: Any) -> Any:
+def nameless(value: Any, names: Sequence[str] = ("name",)) -> Any:
     """A configuration without names, inside of it, too: Keras numbers what a process makes."""
-    if isinstance(value, dict):
-        return {key: _nameless(part) for key, part in value.items() if key != "name"}
-    return [_nameless(part) for part in value] if isinstance(value, list) else value
+    if isinstance(value, Mapping):
+        return {key: nameless(part, names) for key, part in value.items() if key not in names}
+    return [nameless(part, names) for part in value] if isinstance(value, list) else value
 
 
 def _is_plain(value: Any) -> bool:

@@ -107,13 +107,6 @@ class Elsewhere(keras.metrics.Mean):
         self.seen.assign_add(1.0)
 
 
-class Broken(keras.metrics.Mean):
-    def update_state(self, y, p, sample_weight=None):
-        if not isinstance(p, keras.KerasTensor) and p.shape[0] is None:
-            super().update_state(p)
-            raise ValueError("needs to know the number of samples")
-
-
 @pytest.mark.parametrize("metric", [scalar, by_largest, by_share_of_zeros, Smoothed(name="scalar")])
 def test_metrics_that_look_at_several_samples_are_found(metric):
     assert "looks at several samples" in tried(["mae", metric], Y + 1.0)

@@ -48,9 +48,7 @@ def made_up(model, forward, backward, rows=(8,)):
 @pytest.mark.parametrize(
     "build",
     [
-        models.mlp,
         models.two_in_two_out,
-        pytest.param(models.masked_recurrent, marks=pytest.mark.slow),
         models.causal_attention,
     ],
 )
@@ -62,11 +60,6 @@ def test_every_operation_is_measured_and_the_model_stays_as_it_was(build):
     graph = extract(model).graph
     assert [node.name for node in found.nodes] == [node.name for node in graph.nodes]
     assert found.rows == (1, 4)
-    for node in graph.nodes:
-        seconds = found.nodes[node.id]
-        if node.kind == "LSTM":
-            assert min(seconds.forward + seconds.backward) > 0
-            assert seconds.residual_bytes is None
     for value, variable in zip(before, model.variables, strict=True):
         np.testing.assert_array_equal(value, variable.numpy())
 

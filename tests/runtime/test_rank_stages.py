@@ -47,11 +47,12 @@ class Adds(layers.Layer):
 
 
 ODD = {
-    "mixes": lambda: layers.Lambda(lambda x: x - ops.mean(x, axis=0)),
-    "writes": lambda: layers.SpectralNormalization(layers.Dense(4)),
-    "watches": Watched,
-    "adds": Adds,
-    "fails": Fails,
+    "mixes early": lambda: layers.Lambda(lambda x: x - ops.mean(x, axis=0)),
+    "writes late": lambda: layers.SpectralNormalization(layers.Dense(4)),
+    "watches early": Watched,
+    "adds late": Adds,
+    "fails early": Fails,
+    "fails late": Fails,
 }
 
 
@@ -83,17 +84,14 @@ def attempts():
     use_float64()
     texts = {}
     for name, make in ODD.items():
-        for place in ("early", "late"):
-            model = piped(model_of(**{place: make()}))
-            for call in (model.train_on_batch, lambda x, y, m=model: m.fit(x, y, verbose=0)):
-                try:
-                    call(X, Y)
-                except Exception as error:
-                    texts.setdefault(f"{name}, {place}", []).append(
-                        [type(error).__name__, str(error)]
-                    )
-            if name == "fails":
-                model.predict(X, verbose=0)
+        model = piped(model_of(**{name.split()[1]: make()}))
+        for call in (model.train_on_batch, lambda x, y, m=model: m.fit(x, y, verbose=0)):
+            try:
+                call(X, Y)
+            except Exception as error:
+                texts.setdefault(name, []).append([type(error).__name__, str(error)])
+        if name.startswith("fails"):
+            model.predict(X, verbose=0)
     return texts, outcome(piped(model_of()))
 
 
@@ -102,7 +100,7 @@ def attempts():
 @pytest.mark.usefixtures("float64")
 def test_all_ranks_refuse_alike_and_train_on():
     first, second = mpi_run(2, attempts, timeout=300, env={"TNT_TIMEOUT": "60"}).check().results
-    assert len(first[0]) == 2 * len(ODD)
+    assert len(first[0]) == len(ODD)
     for name, said in first[0].items():
         other = second[0][name]
         assert said == [said[0]] * 2, name

@@ -13,7 +13,6 @@ import tensorflow as tf
 from tarantella_pp.runtime.comm.collectives import LARGEST_IN_ONE_ROUND
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction
-from tarantella_pp.runtime.weights.shared_weights import Copies
 from tests.helpers.mpi import MpiRun, find_mpiexec, mpi_run
 
 pytestmark = [
@@ -213,25 +212,6 @@ def sums_for_their_owners_have_the_same_bits(ranks: Communicator) -> None:
                         for i, one, other in zip(own, part, all_of_it, strict=True):
                             here = owners[i] == ranks.rank
                             assert bits(one) == (bits(other) if here else None)
-
-
-@case
-def values_of_their_owners(ranks: Communicator) -> None:
-    weights = [weight(name, dtype) for dtype in ("float32", "bfloat16") for name in SHAPES]
-    owners = [i % ranks.size for i in range(len(weights))]
-    received = {
-        rank: [w for w, owner in zip(weights, owners, strict=True) if owner == rank]
-        for rank in range(ranks.size)
-    }
-    mine = received.pop(ranks.rank)
-    copies = Copies(ranks, dict.fromkeys(received, mine), received)
-    for step in range(2):
-        for w in weights:
-            w.assign(tf.fill(w.shape, tf.cast(10 * ranks.rank + step, w.dtype)))
-        copies.publish()
-        copies.refresh()
-        for w, owner in zip(weights, owners, strict=True):
-            assert (w.numpy() == 10 * owner + step).all()
 
 
 def run_cases() -> dict[str, str]:

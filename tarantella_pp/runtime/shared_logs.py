@@ -68,7 +68,7 @@ class SharedLogs:
         else:
             logs = self._ranks.receive_json(self._last, _LOGS_TAG, label="logs")
         return {
-            name: value if isinstance(value, float) else np.array(value[1], value[0])
+            name: value if isinstance(value, float) else np.array(value[1]).astype(value[0])
             for name, value in logs.items()
         }
 
@@ -140,4 +140,4 @@ def _flatten(logs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _plain(value: Any) -> float | list[Any]:
     """A number; or an array as its dtype and its numbers."""
     array = np.asarray(value)
-    return [array.dtype.name, array.tolist()] if array.shape else float(array)
+    return [array.dtype.name, array.astype(_FLOAT).tolist()] if array.shape else float(array)

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.gradient_buckets import gradient_buckets, weight_replicas
 from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.runtime.comm.collective import on_all_ranks
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.comm.tensor_buffers import variable_dtype
@@ -36,7 +37,7 @@ from tarantella_pp.runtime.weights.shared_weights import (
     Copies,
     TiedWeights,
     broadcast_variable,
-    check_all_replicas,
+    check_replicas,
 )
 from tarantella_pp.runtime.weights.value_stream import ValuePieces, ValueStream
 
@@ -219,7 +220,12 @@ class RankWeights:
 
     def compare_replicas(self) -> None:
         """Refuses to go on if replicas have other weights; all must call it."""
-        check_all_replicas([self.variables[i] for i in sorted(self._used)], self.groups)
+        used = [self.variables[i] for i in sorted(self._used)]
+        # All ranks raise, or ranks of other stages would wait for the ones that did.
+        on_all_ranks(
+            self.groups.world, "compare its weights with other replicas",
+            lambda: check_replicas(used, self._peers),
+        )  # fmt: skip
 
     def make_reduction(self) -> GradientReduction:
         """What adds up the gradients of this rank's buckets over the replicas."""

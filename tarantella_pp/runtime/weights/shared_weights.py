@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -11,9 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import ReplicaError
-from tarantella_pp.runtime.comm.collective import digest, on_all_ranks
+from tarantella_pp.runtime.comm.collective import digest
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor, value_of, variable_dtype
 from tarantella_pp.runtime.weights.gradient_reduction import DENSE, NOTHING, Gradient, kind_of
 
@@ -165,13 +163,6 @@ class Copies:
             for variable, value in zip(self._received[rank], request.wait(), strict=True):
                 variable.assign(to_tensor(value))
         self._requests.clear()
-
-
-def check_all_replicas(variables: Sequence[Any], groups: ProcessGroups) -> None:
-    """Compares the variables of all stages between replicas; all ranks must call it."""
-    # All ranks raise, or ranks of other stages would wait for the ones that did.
-    compare = functools.partial(check_replicas, variables, groups.peers)
-    on_all_ranks(groups.world, "compare its weights with other replicas", compare)
 
 
 def check_replicas(variables: Sequence[Any], communicator: Communicator) -> None:

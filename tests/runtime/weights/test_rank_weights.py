@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.weights.rank_weights import VariableTable
-from tests.helpers.plans import chain_graph, costs_of
 
 pytestmark = pytest.mark.keras
 
@@ -54,27 +51,3 @@ def test_replicas_share_out_the_weights_of_a_stage():
     assert [row.ranks for row in rows] == [(0,), (0, 1), (0,), (1,), (1,), ()]
     assert [row.owner for row in rows] == [0, 0, 0, 1, 1, 0]
     assert [table(3, sharded).ranks.size for sharded in (False, True)] == [2, 4]
-
-
-def test_plans_count_the_optimizer_state_of_the_fullest_replica():
-    graph = graph_of([5, 3, 2, 1, 1, 4, 4, 1, 1])
-    assignment, placement = (0, 0, 0, 1, 1, 2, 2, 3, 3), [0, 1, 0, 1]
-    costs = costs_of(graph, 2, replicas=2, shard_optimizer=True)
-    planned = [stage.optimizer_bytes for stage in costs.stages(assignment, [1] * 4)]
-    extracted = SimpleNamespace(variables=graph.weights, graph=graph)
-    plan = SimpleNamespace(shard_optimizer=True, assignment=assignment)
-    rows = VariableTable.of(extracted, plan, placement, groups_of(0)).rows
-    state = np.zeros((2, 2))  # of each rank and replica
-    for row, slots in zip(rows, costs.slots, strict=True):
-        state[row.owner, row.replica] += slots
-    assert state.max(axis=1).tolist() == [planned[0] + planned[2], planned[1] + planned[3]]
-
-
-def graph_of(sizes):
-    """A chain of layers with weights of some sizes."""
-    graph = chain_graph(len(sizes))
-    weights = [
-        replace(weight, shape=(size,), bytes=4 * size)
-        for weight, size in zip(graph.weights, sizes, strict=True)
-    ]
-    return replace(graph, weights=tuple(weights))

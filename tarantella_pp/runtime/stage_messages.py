@@ -101,8 +101,8 @@ class StageMessages:
             values = list(map(self._conversion.cast, values, form.on_wire))
         arrays = [self._conversion.to_buffer(value) for value in values]
         if form.is_dynamic:
-            sizes = np.array([size for a in arrays for size in a.shape], np.int64)
-            self._communicator.send([sizes], target, form.tag, label=f"shapes of {form.label}")
+            shapes, label = [list(array.shape) for array in arrays], f"shapes of {form.label}"
+            self._communicator.send_json(shapes, [target], form.tag, label=label)
         sending = self._communicator.send(arrays, target, form.tag, label=form.label)
         self._post_ahead()
         # Messages with shapes are not waited for: the receiver posts the second one late.
@@ -143,20 +143,15 @@ class StageMessages:
         self._posted[action] = self._post(action, self._specs[form.tag, rows])
 
     def _post_dynamic(self, action: Transfer) -> RecvRequest:
-        form = self._format(action)
-        ranks = [len(self._shape(tensor)) for tensor in form.tensors]
-        shapes = [TensorSpec((sum(ranks),), np.dtype(np.int64))]
-        # The receiver waits here, before it can make room for the tensors themselves.
-        sizes = self._post(action, shapes, "shapes of ").wait()[0].tolist()
-        specs = []
-        for dtype, rank in zip(form.on_wire, ranks, strict=True):
-            specs.append(TensorSpec(tuple(sizes[:rank]), dtype))
-            sizes = sizes[rank:]
-        return self._post(action, specs)
-
-    def _post(self, action: Transfer, specs: Sequence[TensorSpec], what: str = "") -> RecvRequest:
         source, form = self._placement[action.source], self._format(action)
-        return self._communicator.post_receive(specs, source, form.tag, label=what + form.label)
+        # The receiver waits here, before it can make room for the tensors themselves.
+        label = f"shapes of {form.label}"
+        shapes = self._communicator.receive_json(source, form.tag, label=label)
+        return self._post(action, list(map(TensorSpec, map(tuple, shapes), form.on_wire)))
+
+    def _post(self, action: Transfer, specs: Sequence[TensorSpec]) -> RecvRequest:
+        source, form = self._placement[action.source], self._format(action)
+        return self._communicator.post_receive(specs, source, form.tag, label=form.label)
 
     def _format(self, action: Transfer) -> _MessageFormat:
         key = (action.direction, action.message)

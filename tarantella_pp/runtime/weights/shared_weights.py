@@ -55,22 +55,22 @@ class TiedWeights:
             gradients = [gradient_of(variable) for variable in variables]
             # How many rows of an embedding have gradients is known only to who computed them, so
             # sizes go ahead.
-            sizes = np.array([kind_of(gradient) for gradient in gradients], _INDICES)
+            sizes = [kind_of(gradient) for gradient in gradients]
             tensors = [to_buffer(t) for gradient in gradients for t in _parts(gradient)]
-            self._communicator.send([sizes], rank, _SIZES_TAG, label="sizes of tied gradients")
-            if tensors:
-                self._communicator.send(tensors, rank, _GRADIENTS_TAG, label="tied gradients")
+            self._communicator.send_json(sizes, [rank], _SIZES_TAG, label="sizes of gradients")
+            self._communicator.send(tensors, rank, _GRADIENTS_TAG, label="tied gradients")
 
     def collect(self) -> dict[int, list[Gradient]]:
         """Receives the gradients of weights that this rank trains."""
         received: dict[int, list[Gradient]] = {}
         for rank, variables in self._borrowers.items():
-            spec = [TensorSpec((len(variables),), _INDICES)]
-            sizes = self._wait(spec, rank, _SIZES_TAG, "sizes of tied gradients")[0].tolist()
+            sizes = self._communicator.receive_json(rank, _SIZES_TAG, label="sizes of gradients")
             pairs = list(zip(variables, sizes, strict=True))
             specs = [spec for variable, rows in pairs for spec in _specs(variable, rows)]
-            arrays = self._wait(specs, rank, _GRADIENTS_TAG, "tied gradients") if specs else []
-            left = iter(arrays)
+            request = self._communicator.post_receive(
+                specs, rank, _GRADIENTS_TAG, label="tied gradients"
+            )
+            left = iter(request.wait())
             for variable, rows in pairs:
                 tensors = [to_tensor(next(left)) for _ in _specs(variable, rows)]
                 gradient = tensors[0] if tensors else None
@@ -78,9 +78,6 @@ class TiedWeights:
                     gradient = tf.IndexedSlices(*tensors, tf.constant(list(variable.shape)))
                 received.setdefault(id(variable), []).append(gradient)
         return received
-
-    def _wait(self, specs: Sequence[TensorSpec], rank: int, tag: int, label: str) -> list[Any]:
-        return list(self._communicator.post_receive(specs, rank, tag, label=label).wait())
 
 
 def total(gradients: Sequence[Gradient]) -> Gradient:

@@ -25,8 +25,6 @@ from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import elements_of, to_tensor
 
 _REQUEST_TAG, _VALUE_TAG = 12, 13
-_REQUEST = TensorSpec((4,), np.dtype(np.int64))
-_DONE = -1
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -89,8 +87,8 @@ class ValueStream:
                 piece = TensorSpec((end - begin,), spec.dtype)
                 give_back(piece.nbytes)
                 label = f"value {number} of kind {kind}"
-                request = np.array([kind, number, begin, end])
-                self._ranks.send([request], owner, _REQUEST_TAG, label=label)
+                request = [kind, number, begin, end]
+                self._ranks.send_json(request, [owner], _REQUEST_TAG, label=label)
                 return self._ranks.post_receive([piece], owner, _VALUE_TAG, label=label).wait()[0]
 
             return ValuePieces(spec, elements)
@@ -105,21 +103,16 @@ class ValueStream:
         finally:
             # Also if writing has failed: the others wait in `serve` until they hear that it is
             # over.
-            for rank in range(self._ranks.size):
-                if rank != self._reader:
-                    self._ranks.send([np.array([_DONE, 0, 0, 0])], rank, _REQUEST_TAG, label="done")
+            others = [rank for rank in range(self._ranks.size) if rank != self._reader]
+            self._ranks.send_json(None, others, _REQUEST_TAG, label="done")
 
     def serve(self) -> None:
         """Hands the one rank values until it has read all that it needs; there it does nothing."""
         if self._ranks.rank == self._reader:
             return
-        while True:
-            request = self._ranks.post_receive(
-                [_REQUEST], self._reader, _REQUEST_TAG, label="a request for a value"
-            )
-            kind, number, begin, end = request.wait()[0].tolist()
-            if kind == _DONE:
-                return
+        label = "a request for a value"
+        while request := self._ranks.receive_json(self._reader, _REQUEST_TAG, label=label):
+            kind, number, begin, end = request
             value = elements_of(self._kinds[kind](number), begin, end)
             self._ranks.send([value], self._reader, _VALUE_TAG, label=f"value {number}")
             size = value.nbytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,14 +11,12 @@ import tensorflow as tf
 from tarantella_pp.internals.functional import layer_metrics
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.batch_step import BatchStep
-from tarantella_pp.runtime.comm.communicator import TensorSpec
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.weights.remote_variables import OF_METRICS, StepCounter, make_remote
 from tarantella_pp.runtime.weights.shared_weights import broadcast_variable
 
 _LOSS_TAG, _LOGS_TAG = 4, 5
-_FLOAT = np.dtype(np.float64)
 
 
 class SharedLogs:
@@ -53,9 +50,9 @@ class SharedLogs:
     def report(self, added: tf.Tensor) -> None:
         """Tells the rank of the last stage what this one adds to loss and metrics of the batch."""
         if self._ranks.rank != self._last:
-            states = (np.ravel(variable.numpy()) for variable in self._of_layers[self._ranks.rank])
-            values = np.concatenate([[float(added)], *states], dtype=_FLOAT)
-            self._ranks.send([values], self._last, _LOSS_TAG, label="added losses")
+            states = [_numbers(variable.numpy()) for variable in self._of_layers[self._ranks.rank]]
+            report = [float(added), states]
+            self._ranks.send_json(report, [self._last], _LOSS_TAG, label="added losses")
 
     def share(self, step: BatchStep) -> dict[str, Any]:
         """Gives every rank the logs of a step; all must call it."""
@@ -112,19 +109,12 @@ class SharedLogs:
 
     def _reported(self) -> float:
         """Takes over metrics that other ranks have reported; returns the sum of their losses."""
-        sizes = {r: [math.prod(v.shape) for v in self._of_layers[r]] for r in self._others}
-        requests = {
-            rank: self._ranks.post_receive(
-                [TensorSpec((1 + sum(sizes[rank]),), _FLOAT)], rank, _LOSS_TAG, label="added losses"
-            )
-            for rank in self._others
-        }
         total = 0.0
-        for rank, request in requests.items():
-            loss, *states = np.split(request.wait()[0], np.cumsum([1, *sizes[rank]])[:-1])
-            total += float(loss[0])
+        for rank in self._others:
+            loss, states = self._ranks.receive_json(rank, _LOSS_TAG, label="added losses")
+            total += loss
             for variable, state in zip(self._of_layers[rank], states, strict=True):
-                variable.assign(state.reshape(variable.shape))
+                variable.assign(np.reshape(state, variable.shape))
         return total
 
 
@@ -140,4 +130,8 @@ def _flatten(logs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _plain(value: Any) -> float | list[Any]:
     """A number; or an array as its dtype and its numbers."""
     array = np.asarray(value)
-    return [array.dtype.name, array.astype(_FLOAT).tolist()] if array.shape else float(array)
+    return [array.dtype.name, _numbers(array)] if array.shape else float(array)
+
+
+def _numbers(array: Any) -> Any:
+    return np.asarray(array, np.float64).tolist()

@@ -188,6 +188,16 @@ def other_size_than_expected_later(ranks: Communicator) -> None:
 
 
 @case
+def values_of_any_size(ranks: Communicator) -> None:
+    after, before = ring(ranks)
+    values = [None, [float("nan"), 0.1, 7], {"text": b"x" * 1016}, "y" * 5000, []]
+    for value in values:
+        ranks.send_json(value, [after], 44)
+    found = [ranks.receive_json(before, 44) for _ in values]
+    assert str(found) == str(values)
+
+
+@case
 def bad_peers_and_tags_are_refused(ranks: Communicator) -> None:
     after, _ = ring(ranks)
     spec = [TensorSpec((), "int64")]

@@ -40,7 +40,7 @@ from rich.table import Table
 import tarantella_pp as tnt
 from tarantella_pp.models import pipeline_model
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tarantella_pp.runtime.comm.machine import clock_offset
+from tarantella_pp.runtime.machine import clock_offset
 from tarantella_pp.runtime.recorder import (
     Recorder,
     gather_steps,

@@ -14,8 +14,8 @@ from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.partition.plan.plan_simulation import search_limits
 from tarantella_pp.partition.with_batch import ways_to_less_memory, with_batch
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.comm.machine import clock_offset, memory_of_each_rank
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
+from tarantella_pp.runtime.machine import clock_offset, memory_of_each_rank
 from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason
 from tarantella_pp.runtime.recorder import (
     RecordedStep,

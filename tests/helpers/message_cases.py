@@ -163,18 +163,7 @@ def received_memory_is_aligned_and_nobody_elses(ranks: Communicator) -> None:
 
 
 @case
-def other_shape_or_dtype_than_expected(ranks: Communicator) -> None:
-    after, before = ring(ranks)
-    for tag, expected, text in ((36, (4, 8), "float32[4,8]"), (37, (8, 4), "int32[8,4]")):
-        ranks.send([np.zeros((8, 4), np.float32)], after, tag, label="edge 3")
-        request = ranks.post_receive([TensorSpec(expected, text[:-5])], before, tag, label="edge 3")
-        told = raised(request.wait)
-        for part in ("edge 3", f"rank {before}", text, "float32[8,4]", f"tag {tag}", "128 bytes"):
-            assert part in told, (part, told)
-
-
-@case
-def other_size_than_expected_later(ranks: Communicator) -> None:
+def other_size_than_expected(ranks: Communicator) -> None:
     after, before = ring(ranks)
     for tag, rows in ((38, 2), (39, 6)):
         for count in (4, rows):
@@ -185,6 +174,10 @@ def other_size_than_expected_later(ranks: Communicator) -> None:
         got = "16 bytes" if rows == 2 else "more than 32 bytes"
         for part in ("logs", f"rank {before}", "float64[4]", "32 bytes", got):
             assert part in text, (part, text)
+    array = np.ones(5 + (ranks.rank == 0))
+    text = raised(lambda: ranks.start_allreduce(array, label="gradients of bucket 7").wait())
+    assert "gradients of bucket 7 from rank" in text
+    ranks.flush()
 
 
 @case
@@ -201,7 +194,6 @@ def values_of_any_size(ranks: Communicator) -> None:
 def bad_peers_and_tags_are_refused(ranks: Communicator) -> None:
     after, _ = ring(ranks)
     spec = [TensorSpec((), "int64")]
-    assert "with itself" in raised(lambda: ranks.send([], ranks.rank, 1, label="edge 9"))
     assert "edge 9" in raised(lambda: ranks.send([], ranks.rank, 1, label="edge 9"))
     assert "source=-1" in raised(lambda: ranks.post_receive(spec, -1, 1))
     assert f"dest={ranks.size}" in raised(lambda: ranks.send([], ranks.size, 1))
@@ -377,8 +369,9 @@ def groups_talk_among_themselves(ranks: Communicator) -> None:
     if group.size > 1:
         after, before = ring(group)
         group.send([np.array(ranks.rank)], after, 1)
-        got = group.post_receive([TensorSpec((), "int64")], before, 1).wait()
-        assert int(got[0]) == members[before]
+        request = group.post_receive([TensorSpec((), "int64")], before, 1, label="number")
+        assert str(request) == f"number from rank {members[before]} (tag 1)"
+        assert int(request.wait()[0]) == members[before]
         group.flush()
 
 
@@ -395,32 +388,3 @@ def a_wait_leaves_the_core_alone(ranks: Communicator) -> None:
     request.wait()
     share = (time.process_time() - used) / (time.perf_counter() - start)
     assert share < 0.2, share
-
-
-def reduce_in_vain() -> list[str]:
-    """All but the last rank wait for it in a reduction among some of the ranks."""
-    ranks = world()
-    group = ranks.split(ranks.rank > 0)
-    text = ""
-    if ranks.rank == 1:
-        text = raised(group.start_allreduce(np.ones(3), label="gradients of bucket 2").wait)
-    elif ranks.rank > 1:
-        time.sleep(2.5)
-        group.start_allreduce(np.ones(3)).wait()
-    time.sleep(2.5)
-    return [text]
-
-
-def reduce_what_does_not_match() -> str:
-    """Ranks reduce arrays of different lengths."""
-    ranks = world()
-    array = np.ones(5 + ranks.rank)
-    return raised(lambda: ranks.start_allreduce(array, label="gradients of bucket 7").wait())
-
-
-def end_before_the_others() -> int:
-    """Rank 1 has nothing to do; the others use the time before they end as well."""
-    ranks = world()
-    if ranks.rank != 1:
-        time.sleep(1.0)
-    return ranks.rank

@@ -1,19 +1,11 @@
 """Calls that all ranks must make: each rank announces its own, and all compare.
 
-A collective of MPI that one rank enters in `save` and another in `evaluate` would mix up their
-data, or wait for ever. So whoever makes a call first sees to it that all ranks make the same.
+A collective that one rank enters in `save` and another in `evaluate` would mix up their data, or
+wait for ever. So whoever makes a call first sees to it that all ranks make the same.
 
-As long as they do, only digests of the calls go round, in as many rounds as ranks can be doubled:
-the digest of a rank, or nothing once two have differed, goes to ranks further and further off::
-
-    rank           0   1   2   3   4
-    round of 1      `-> `-> `-> `-> `-> 0      has heard of 2 ranks
-    round of 2      `-----> `-----> `----...   has heard of 4
-    round of 4      `-------------> `----...   has heard of all
-
-If digests differ, or a round takes long, each rank tells all others its call in words, and what it
-has sent them so far: a rank that waits for a message in the call before sees whether it will ever
-come, and says so instead of waiting.
+As long as they do, only digests of the calls are gathered. If digests differ, or take long, each
+rank tells all others its call in words, and what it has sent them so far: a rank that waits for a
+message in the call before sees whether it will ever come, and says so instead of waiting.
 """
 
 from __future__ import annotations
@@ -22,7 +14,7 @@ import contextlib
 import hashlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -33,7 +25,9 @@ from tarantella_pp.launch.cause import calling_line, describe
 from tarantella_pp.runtime.comm.waiting import Waiter
 
 _TAG = 0
-# Seconds that a round may take until ranks say their calls in words.
+# In place of a digest, of a rank that can make no call.
+_NONE = bytes(16)
+# Seconds that digests may take until ranks say their calls in words.
 _HURRY = 0.25
 # Seconds for the others to come, too, once it is known that the calls differ.
 _PATIENCE = 5.0
@@ -58,13 +52,13 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
     def digest(self) -> bytes:
         """Returns the same bytes for the same calls, wherever they are made."""
         same = repr((self.method, sorted(self.facts.items())))
-        return hashlib.sha256(same.encode()).digest()[:16]
+        return hashlib.sha256(same.encode()).digest()[: len(_NONE)]
 
 
 END = CollectiveCall("")
 
 
-class Announcement(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Announcement(msgspec.Struct, frozen=True, array_like=True):
     """A call in words."""
 
     number: int  # how many announcements there were before
@@ -74,15 +68,6 @@ class Announcement(msgspec.Struct, frozen=True, array_like=True, tag=True):
     broken: str = ""  # why this rank can make no more calls; empty if it can
     # How many messages the other rank was sent so far: group, tag, number
     sent: list[tuple[int, int, int]] = []
-    entered: dict[int, int] = {}  # how many collectives of each group this rank has entered
-
-
-class _Round(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The digest of the calls of `distance` ranks; empty if they differ."""
-
-    number: int
-    distance: int
-    digest: bytes
 
 
 class Agreement:
@@ -90,8 +75,9 @@ class Agreement:
 
     def __init__(self, mpi: Any, comm: Any, ring: Callable[[int], object]) -> None:
         self.sent: Counter[tuple[int, int, int]] = Counter()  # messages, by group, rank and tag
-        self.entered: Counter[int] = Counter()  # collectives of this rank, by group
         self.number = 0  # of announcements; the same on all ranks
+        # Starts to gather the digests of all ranks, and returns the request.
+        self.gather: Callable[[bytes], Any]
         self._mpi = mpi
         self._comm = comm
         self._ring = ring
@@ -99,7 +85,6 @@ class Agreement:
         self._size: int = comm.Get_size()
         self._others = [rank for rank in range(self._size) if rank != self._rank]
         self._calls: list[CollectiveCall] = []
-        self._rounds: dict[tuple[int, int], bytes] = {}
         self._heard: dict[int, dict[int, Announcement]] = defaultdict(dict)
         self._ended: dict[int, Announcement] = {}
         self._outgoing: list[tuple[Any, Any]] = []
@@ -138,6 +123,7 @@ class Agreement:
         if not self._broken:
             self._broken = f"{describe(error)}{self.where()} on rank {self._rank}"
             self.number += 1
+            self.gather(_NONE)
             self._tell(Announcement(self.number, self._unfinished_call(), True, self._broken))
 
     def check_message(self, waiter: Waiter, source: int, group: int, tag: int, number: int) -> None:
@@ -152,13 +138,6 @@ class Agreement:
         """Refuses to wait until a message is taken, for its receiver makes another call."""
         if self._next_of(dest) is not None and not arrived():
             self._refuse(waiter)
-
-    def check_collective(self, waiter: Waiter, peers: Sequence[int], group: int) -> None:
-        """Refuses to wait in a collective that another rank will not enter."""
-        for peer in peers:
-            theirs = self._next_of(peer)
-            if theirs is not None and theirs.entered.get(group, 0) < self.entered[group]:
-                self._refuse(waiter)
 
     def end(self, waiter: Waiter) -> None:
         """Tells the others that this rank's script has ended, and waits until all have."""
@@ -188,14 +167,14 @@ class Agreement:
         """Returns once all ranks have announced the same call."""
         self.number += 1
         mine = Announcement(self.number, call, unfinished, self._broken)
-        agree = self._go_round(b"" if unfinished or self._broken else call.digest())
+        digests = self.gather(_NONE if unfinished or self._broken else call.digest())
         hurry = time.monotonic() + _HURRY
         in_words, since = False, 0.0
 
         def complete() -> bool:
             nonlocal in_words, since
             self._listen()
-            verdict = next(agree)
+            verdict = _agree(digests)
             if verdict:
                 return self._delivered()
             now = time.monotonic()
@@ -217,42 +196,21 @@ class Agreement:
 
         waiter.until(complete, awaited)
         said = self._said(mine)
-        # Ranks that differed may have left rounds unfinished, and words may come late.
         for late in [number for number in self._heard if number <= self.number]:
             del self._heard[late]
-        for old in [key for key in self._rounds if key[0] <= self.number]:
-            del self._rounds[old]
-        reason = disagreement(said) if next(agree) is not True else ""
+        reason = "" if _agree(digests) else disagreement(said)
         if reason:
             broken = (one.broken for one in said.values() if one.broken)
             self._broken = self._broken or next(broken, "")  # which is why this rank cannot, either
             raise ConfigurationError(reason)
 
-    def _go_round(self, digest: bytes) -> Iterator[bool | None]:
-        """Sends digests round; yields whether all ranks' are this one, or None till it is known."""
-        # Each round doubles how many ranks a digest speaks for, so all are known after log2(ranks)
-        # rounds.
-        distance, number = 1, self.number
-        if not digest:  # this rank tells in words why it takes no part
-            distance = self._size
-        while distance < self._size:
-            there = (self._rank + distance) % self._size
-            self._send(_Round(number, distance, digest), there)
-            while (theirs := self._rounds.pop((number, distance), None)) is None:
-                yield None
-            digest = digest if theirs == digest else b""
-            distance *= 2
-        while True:
-            yield bool(digest)
-
     def _tell(self, mine: Announcement) -> None:
         """Tells all ranks in words what this one does, and what it has sent them."""
-        entered = dict(self.entered)
         for rank in self._others:
             sent = [(g, t, n) for (g, other, t), n in self.sent.items() if other == rank]
-            self._send(msgspec.structs.replace(mine, sent=sent, entered=entered), rank)
+            self._send(msgspec.structs.replace(mine, sent=sent), rank)
 
-    def _send(self, message: Announcement | _Round, rank: int) -> None:
+    def _send(self, message: Announcement, rank: int) -> None:
         data = np.frombuffer(msgspec.msgpack.encode(message), np.uint8)
         self._outgoing.append((data, self._comm.Isend((data, self._mpi.BYTE), rank, _TAG)))
         self._ring(rank)
@@ -267,10 +225,8 @@ class Agreement:
         while arrived := self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, status):
             data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
             arrived.Recv((data, self._mpi.BYTE))
-            message = msgspec.msgpack.decode(data.data, type=Announcement | _Round)
-            if isinstance(message, _Round):
-                self._rounds[message.number, message.distance] = message.digest
-            elif message.call == END:
+            message = msgspec.msgpack.decode(data.data, type=Announcement)
+            if message.call == END:
                 self._ended[status.source] = message
             else:
                 self._heard[message.number][status.source] = message
@@ -288,6 +244,14 @@ class Agreement:
         if not heard and not mine.unfinished and not mine.broken:
             return {}
         return dict(sorted({**heard, self._rank: mine}.items()))
+
+
+def _agree(digests: Any) -> bool | None:
+    """Whether all ranks make the same call; None until all have said so."""
+    if not digests.ready():
+        return None
+    rows = digests.wait()[0]
+    return bool(rows[0].any() and (rows == rows[0]).all())
 
 
 def disagreement(said: Mapping[int, Announcement]) -> str:

@@ -5,8 +5,7 @@ The C library hands large blocks out again, and need not map fresh pages: see `a
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,8 +21,6 @@ Bytes = NDArray[np.uint8]
 ALIGNMENT = 64
 # MPI counts are 32-bit, and Open MPI refuses messages of 2 GiB and more.
 LARGEST_PIECE = 1 << 30
-# The description that goes ahead of the first message with a tag.
-DESCRIPTION_BYTES = 512
 
 
 def numpy_dtype(dtype: str | np.dtype[Any] | type[Any]) -> np.dtype[Any]:
@@ -88,21 +85,6 @@ def pieces(flat: NDArray[_Scalar]) -> Iterator[NDArray[_Scalar]]:
     step = max(1, LARGEST_PIECE // flat.itemsize)
     for start in range(0, flat.size, step):
         yield flat[start : start + step]
-
-
-def describe(tensors: Sequence[TensorSpec | NDArray[Any]]) -> Bytes:
-    """Returns what a message holds as text in bytes: a digest of all of it, then its beginning."""
-    text = " ".join(
-        str(tensor if isinstance(tensor, TensorSpec) else TensorSpec(tensor.shape, tensor.dtype))
-        for tensor in tensors
-    )
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return np.frombuffer(f"{digest} {text}".encode()[:DESCRIPTION_BYTES], np.uint8)
-
-
-def description_text(description: Bytes) -> str:
-    """Returns the readable part of what `describe` made."""
-    return description.tobytes().decode(errors="replace").partition(" ")[2] or "no tensors"
 
 
 def aligned_memory(nbytes: int) -> Bytes:

@@ -162,19 +162,15 @@ def _is_plain(value: Any) -> bool:
 
 def on_one_rank(communicator: Communicator, rank: int, what: str, work: Callable[[], Any]) -> Any:
     """Lets one rank do something alone; all ranks wait for it and learn of a failure."""
-    failure: Exception | None = None
-    answer: list[Any] = [None, None]
-    if communicator.rank == rank:
-        try:
-            answer = [None, work()]
-        except Exception as caught:
-            failure, answer = caught, [_described(caught), None]
-    reason, result = communicator.broadcast_json(answer, rank)
-    if failure is not None:
-        raise failure
-    if reason is not None:
-        raise _error_of(communicator, rank, what, reason)
-    return result
+    answer = None
+
+    def work_alone() -> None:
+        nonlocal answer
+        if communicator.rank == rank:
+            answer = work()
+
+    on_all_ranks(communicator, what, work_alone)
+    return communicator.broadcast_json(answer, rank)
 
 
 def on_all_ranks(communicator: Communicator, what: str, work: Callable[[], Any]) -> None:

@@ -98,7 +98,7 @@ class CollectiveRequest(Generic[_Result]):
         for request in self._awaited or ():
             if isinstance(request, CollectiveRequest):
                 found += request.missing()
-            elif not request.ready():
+            elif not request.is_here:  # as far as `ready`, which may raise, has found
                 found.append(request)
         return found
 
@@ -135,7 +135,7 @@ def dtype_on_wire(dtype: np.dtype[Any], wanted: Any) -> np.dtype[Any]:
 
 
 def allreduce(
-    channel: Channel, array: Array, op: str, sent_as: Any, tags: tuple[int, int], label: str
+    channel: Channel, array: Array, op: str, sent_as: Any, tag: int, label: str
 ) -> Steps[Array]:
     """The steps of a reduction to all ranks."""
     combine = _operation(op)
@@ -148,12 +148,12 @@ def allreduce(
     sent = _rounded(flat, wire, copy=at_once)
     if at_once:
         whole = [slice(0, length)] * size
-        out = yield from _combine_segments(channel, sent, whole, combine, tags[0], label)
+        out = yield from _combine_segments(channel, sent, whole, combine, tag, label)
     else:
         segments = segments_of(even_counts(length, size))
         out, rows = _with_rows(channel, length, segments[channel.rank], wire)
-        yield from _combine_segments(channel, sent, segments, combine, tags[0], label, rows)
-        yield from _spread(channel, [out], [segments], tags[1], label)
+        yield from _combine_segments(channel, sent, segments, combine, tag, label, rows)
+        yield from _spread(channel, [out], [segments], tag + 1, label)
     return _as_dtype(out, array.dtype).reshape(array.shape)
 
 

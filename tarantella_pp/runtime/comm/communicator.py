@@ -21,11 +21,11 @@ from tarantella_pp.launch.records import SIZE_VARIABLE
 from tarantella_pp.launch.resources import take_gpu
 from tarantella_pp.runtime.comm import collectives
 from tarantella_pp.runtime.comm.agreement import Agreement
-from tarantella_pp.runtime.comm.buffers import TensorSpec, as_bytes, pieces
+from tarantella_pp.runtime.comm.buffers import TensorSpec, as_bytes
 from tarantella_pp.runtime.comm.collectives import CollectiveRequest, Steps, finished
 from tarantella_pp.runtime.comm.messages import Channel, Process, RecvRequest, SendRequest
 from tarantella_pp.runtime.comm.progress import BackgroundProgress, Progress, is_wanted
-from tarantella_pp.runtime.comm.waiting import Limits, Waiter, Wakeup
+from tarantella_pp.runtime.comm.waiting import Limits, Wakeup
 
 __all__ = ["Communicator", "TensorSpec", "world"]
 
@@ -40,8 +40,8 @@ _FIRST_BYTES = 1024
 class Communicator:
     """A group of ranks, seen from one of them; without a channel, one process that needs no MPI.
 
-    What waits for all ranks uses MPI's non-blocking collectives: its blocking ones would keep the
-    core busy. Sums are our own, for MPI's may have other bits on each rank or in each run.
+    All collectives are messages of our own: MPI's would keep the core busy, or leave open whom they
+    wait for, and its sums may have other bits on each rank or in each run.
     """
 
     rank: int = 0
@@ -98,21 +98,19 @@ class Communicator:
 
     def barrier(self) -> None:
         """Waits until every rank of the group has come here."""
-        if self._channel is not None:
-            self._channel.join("barrier", self._channel.comm.Ibarrier())
+        self._gathered(np.zeros(1, np.uint8), label="barrier")
 
     def broadcast(self, array: _Array, root: int = 0) -> None:
         """Overwrites an array with another rank's."""
-        channel = self._channel
-        if channel is None:
+        if self.size == 1:
             return
-        buffer = np.ascontiguousarray(array)
-        # Counts of MPI have 32 bits.
-        for piece in pieces(as_bytes(buffer)):
-            request = channel.comm.Ibcast((piece, channel.byte), root)
-            channel.join(f"broadcast from rank {root}", request)
-        if self.rank != root and not np.may_share_memory(buffer, array):
-            array[...] = buffer
+        # The largest of its bytes and zeros: sent in parts by all ranks, not as a whole by one.
+        mine = as_bytes(np.ascontiguousarray(array)) if self.rank == root else None
+        sent = np.zeros(array.nbytes, np.uint8) if mine is None else mine
+        label = f"broadcast from rank {root}"
+        found = self.start_allreduce(sent, "max", tag=self._own_tag, label=label).wait()
+        if mine is None:
+            array[...] = found.view(array.dtype).reshape(array.shape)
 
     def allreduce(self, array: _Array, op: str = "sum") -> None:
         """Overwrites an array with the combination of the arrays of all ranks."""
@@ -131,8 +129,8 @@ class Communicator:
         """
         if self._channel is None or self.size == 1:
             return finished(array)
-        tags = self._tags(tag, label)
-        steps = collectives.allreduce(self._channel, array, op, sent_as, tags, label)
+        first = self._first_tag(tag, label)
+        steps = collectives.allreduce(self._channel, array, op, sent_as, first, label)
         return self.start(steps, label)
 
     def start_reduce_scatter(
@@ -151,7 +149,7 @@ class Communicator:
         """
         if self._channel is None or self.size == 1:
             return finished(array.reshape(-1))
-        first, _ = self._tags(tag, label)
+        first = self._first_tag(tag, label)
         steps = collectives.reduce_scatter(self._channel, array, counts, op, sent_as, first, label)
         return self.start(steps, label)
 
@@ -166,25 +164,16 @@ class Communicator:
         """Starts to gather the rows of all ranks, and returns at once."""
         if self._channel is None or self.size == 1:
             return finished([*arrays])
-        first, _ = self._tags(tag, label)
+        first = self._first_tag(tag, label)
         return self.start(collectives.allgather(self._channel, arrays, rows, first, label), label)
 
     def start(self, steps: Steps[_Result], label: str) -> CollectiveRequest[_Result]:
         """Starts a collective that is made of others, and returns at once."""
         return CollectiveRequest(self._channel, steps, label)
 
-    def broadcast_json(self, value: _Json | None, root: int = 0) -> _Json:
+    def broadcast_json(self, value: Any, root: int = 0) -> Any:
         """Returns the value that rank `root` passes, on every rank."""
-        if self._channel is None:
-            return value  # type: ignore[return-value]
-        data = _encode(value) if self.rank == root else np.empty(0, np.uint8)
-        size = np.array([data.size], np.int64)
-        self.broadcast(size, root)
-        if self.rank != root:
-            data = np.empty(int(size[0]), np.uint8)
-        self.broadcast(data, root)
-        decoded: _Json = msgspec.msgpack.decode(data.data)
-        return decoded
+        return self.allgather_json(value if self.rank == root else None)[root]
 
     def send_json(self, value: Any, dests: Sequence[int], tag: int, *, label: str = "") -> None:
         """Starts to send a value to other ranks, which take it with `receive_json`."""
@@ -209,18 +198,26 @@ class Communicator:
 
     def allgather_json(self, value: _Json) -> list[_Json]:
         """Returns the list of the values that all ranks pass, on every rank."""
-        channel = self._channel
-        if channel is None:
+        if self.size == 1:
             return [value]
         data = _encode(value)
-        sizes = np.zeros(self.size, np.int64)
-        own = np.array([data.size], np.int64)
-        channel.join("allgather of sizes", channel.comm.Iallgather(own, sizes))
-        ends = np.cumsum(sizes)
-        everything = np.empty(int(ends[-1]), np.uint8)
-        target = (everything, (sizes, ends - sizes), channel.byte)
-        channel.join("allgather", channel.comm.Iallgatherv((data, channel.byte), target))
-        return [msgspec.msgpack.decode(part.data) for part in np.split(everything, ends[:-1])]
+        sizes = self._gathered(np.array([data.size]), label="allgather of sizes")
+        everything = self._gathered(data, sizes.tolist(), label="allgather")
+        parts = np.split(everything, np.cumsum(sizes)[:-1])
+        return [msgspec.msgpack.decode(part.data) for part in parts]
+
+    def _gathered(self, array: _Array, rows: list[int] | None = None, *, label: str) -> _Array:
+        return self.start_allgather([array], rows, tag=self._own_tag, label=label).wait()[0]
+
+    def gather_digests(self, digest: bytes) -> CollectiveRequest[list[_Array]]:
+        """Starts to gather what `Agreement` compares."""
+        rows = np.frombuffer(digest, np.uint8)[None]
+        return self.start_allgather([rows], tag=self._own_tag - 1, label="digests of calls")
+
+    @property
+    def _own_tag(self) -> int:
+        """The tag of collectives that are waited for at once; votes of callbacks have the next."""
+        return self.largest_tag // 2 - 2
 
     def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
         """Surrounds a call of the user's script that all ranks must make, and waits for them."""
@@ -254,15 +251,14 @@ class Communicator:
             os._exit(code)
         self._channel.comm.Abort(code)
 
-    def _tags(self, tag: int, label: str) -> tuple[int, int]:
-        """The tags of the messages of a collective."""
+    def _first_tag(self, tag: int, label: str) -> int:
+        """The first of the two tags that the messages of a collective may have."""
         if not 0 <= tag < self.largest_tag // 2:
             raise CommunicationError(
                 f"The tag of a collective is a number from 0 to {self.largest_tag // 2 - 1}. "
                 f"Received: tag={tag} for {label or 'a collective'}"
             )
-        first = self.largest_tag + 1 + 2 * tag
-        return first, first + 1
+        return self.largest_tag + 1 + 2 * tag
 
     def _channel_to(self, name: str, peer: int, tag: int, label: str) -> Channel:
         """The channel for messages to or from another rank."""
@@ -272,14 +268,10 @@ class Communicator:
                 "This job has one process, which cannot exchange messages with itself. "
                 f"{received}. Start it with `tarantella -n <ranks> -- <script>` to have more."
             )
-        if peer == self.rank:
+        if not (0 <= peer < self.size and peer != self.rank and 0 <= tag <= self.largest_tag):
             raise CommunicationError(
-                f"Rank {peer} cannot exchange messages with itself. {received}"
-            )
-        if not (0 <= peer < self.size and 0 <= tag <= self.largest_tag):
-            raise CommunicationError(
-                f"{name} is a rank from 0 to {self.size - 1}, and a tag a number from 0 to "
-                f"{self.largest_tag}, the limit of this MPI. {received}"
+                f"{name} is another rank from 0 to {self.size - 1} than this one, {self.rank}, and "
+                f"a tag a number from 0 to {self.largest_tag}, the limit of this MPI. {received}"
             )
         return self._channel
 
@@ -319,6 +311,7 @@ def _join(launch: Launch) -> Communicator:
     # The upper half of the tags is for collectives, two for each of theirs.
     largest_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)) // 2
     ranks = Communicator.of_channel(channel, largest_tag)
+    channel.process.agreement.gather = ranks.gather_digests
     _connect(ranks, channel)
     # Functions registered later are called earlier: the guard must first put on record that this
     # rank's script has ended, for a rank that waits for it would otherwise never learn it.
@@ -345,17 +338,11 @@ def _import_mpi(launch: Launch) -> Any:
 def _channel_of_all(mpi: Any) -> Channel:
     """Connects all ranks of the job; all of them must call this."""
     limits, wakeup = Limits.from_environment(), Wakeup()
-    waiter = Waiter(mpi.COMM_WORLD.Get_rank(), limits, tuple, wakeup, str)
-    copies = []
-    everyone = range(mpi.COMM_WORLD.Get_size())
     # One copy for tensors, one for announcements: their tags cannot mix, nor with tags of
     # a user who calls MPI.
-    for _ in range(2):
-        copy, request = mpi.COMM_WORLD.Idup()
-        waiter.until(request.Test, lambda: "all ranks to start", everyone)
-        copies.append(copy)
-    agreement = Agreement(mpi, copies[1], wakeup.ring)
-    return Channel(Process(mpi, wakeup, limits, agreement, Progress()), copies[0], group=0)
+    for_tensors, for_calls = mpi.COMM_WORLD.Dup(), mpi.COMM_WORLD.Dup()
+    agreement = Agreement(mpi, for_calls, wakeup.ring)
+    return Channel(Process(mpi, wakeup, limits, agreement, Progress()), for_tensors, group=0)
 
 
 def _connect(ranks: Communicator, channel: Channel) -> None:

@@ -12,14 +12,11 @@ from numpy.typing import NDArray
 from tarantella_pp.errors import CommunicationError
 from tarantella_pp.runtime.comm.agreement import Agreement
 from tarantella_pp.runtime.comm.buffers import (
-    DESCRIPTION_BYTES,
     Bytes,
     TensorSpec,
     aligned_memory,
     as_array,
     as_bytes,
-    describe,
-    description_text,
     numpy_dtype,
     pieces,
 )
@@ -91,10 +88,10 @@ class SendRequest:
 
 
 class RecvRequest:
-    """A message that this rank is ready to receive."""
+    """A message that this rank is ready to receive, into given memory or into memory of ours."""
 
     __slots__ = (
-        "_arrays", "_channel", "_description", "_next", "_parts", "_specs",
+        "_arrays", "_channel", "_next", "_parts", "_specs",
         "label", "nbytes", "number", "source", "tag", "world_rank",
     )  # fmt: skip
 
@@ -106,6 +103,7 @@ class RecvRequest:
         tag: int,
         label: str,
         number: int,
+        into: Sequence[NDArray[Any]] | None = None,
     ) -> None:
         self.label = label
         self.source = source  # by its number in the group
@@ -118,22 +116,18 @@ class RecvRequest:
         self._arrays: list[NDArray[Any]] = []
         self._parts: list[tuple[Bytes, Any]] = []  # pieces of tensors, each with its request
         self._next = 0
-        self._description: Bytes | None = None
-        if number == 0:  # a description goes ahead
-            self._description = aligned_memory(DESCRIPTION_BYTES)
-            self._expect(self._description)
+        for i, spec in enumerate(specs):
+            memory = aligned_memory(spec.nbytes) if into is None else as_bytes(into[i])
+            for piece in pieces(memory):
+                request = channel.comm.Irecv((piece, channel.byte), source, tag)
+                self._parts.append((piece, request))
+            self._arrays.append(memory.view(numpy_dtype(spec.dtype)).reshape(spec.shape))
+            self.nbytes += memory.nbytes
 
-    def add_tensor(self, spec: TensorSpec, memory: Bytes) -> None:
-        """Makes ready to receive a tensor."""
-        for piece in pieces(memory):
-            self._expect(piece)
-        self._arrays.append(memory.view(numpy_dtype(spec.dtype)).reshape(spec.shape))
-        self.nbytes += memory.nbytes
-
-    def _expect(self, piece: Bytes) -> None:
-        channel = self._channel
-        request = channel.comm.Irecv((piece, channel.byte), self.source, self.tag)
-        self._parts.append((piece, request))
+    @property
+    def is_here(self) -> bool:
+        """Whether the whole message was here when it was last looked for."""
+        return self._next == len(self._parts)
 
     def ready(self) -> bool:
         """Whether the whole message is here; never waits."""
@@ -144,7 +138,9 @@ class RecvRequest:
                     return False
             except self._channel.mpi_error as error:
                 raise self._mismatch(f"more than {memory.size} bytes at once ({error})") from error
-            self._check(memory, int(self._channel.status.Get_count(self._channel.byte)))
+            got = int(self._channel.status.Get_count(self._channel.byte))
+            if got != memory.size:
+                raise self._mismatch(f"{got} bytes where {memory.size} were expected")
             self._next += 1
             if self._next == len(self._parts):
                 self._channel.received(self)
@@ -174,15 +170,6 @@ class RecvRequest:
         announced = wakeup.is_announced(group, self.source, self.tag, self.number)
         return self.nbytes if announced else 0
 
-    def _check(self, memory: Bytes, got: int) -> None:
-        # The description is shorter than its memory, so its own length says nothing.
-        if memory is self._description:
-            expected = describe(self._specs)
-            if memory[:got].tobytes() != expected.tobytes():
-                raise self._mismatch(description_text(memory[:got]))
-        elif got != memory.size:
-            raise self._mismatch(f"{got} bytes where {memory.size} were expected")
-
     def _mismatch(self, got: str) -> CommunicationError:
         expected = " ".join(map(str, self._specs)) or "no tensors"
         own = self._channel.world_ranks[self._channel.rank]
@@ -200,7 +187,7 @@ class Channel:
 
     Every tensor is an MPI message of its own, larger ones several: MPI keeps messages with the
     same tag in order. A datatype over all of them would make MPI copy them; packing them would
-    copy them here. The first message with a tag says what it holds, and the receiver compares.
+    copy them here.
     """
 
     def __init__(self, process: Process, comm: Any, group: int) -> None:
@@ -237,8 +224,6 @@ class Channel:
         key, counts = (self.group, world_rank, tag), self.process.agreement.sent
         number = counts[key]
         counts[key] += 1
-        if number == 0:
-            sending.add(describe(tensors))
         for tensor in tensors:
             for piece in pieces(as_bytes(tensor)):
                 sending.add(piece)
@@ -258,13 +243,9 @@ class Channel:
         into: Sequence[NDArray[Any]] | None = None,
     ) -> RecvRequest:
         """Makes ready to receive a message, into given contiguous memory or into memory of ours."""
-        request = RecvRequest(self, specs, source, tag, label, self._posted[source, tag])
+        request = RecvRequest(self, specs, source, tag, label, self._posted[source, tag], into)
         self._posted[source, tag] += 1
-        for i, spec in enumerate(specs):
-            memory = aligned_memory(spec.nbytes) if into is None else as_bytes(into[i])
-            request.add_tensor(spec, memory)
-        # A message without tensors is nothing at all, but for the description of the first one.
-        if specs or request.number == 0:  # else there is nothing to come
+        if specs:  # a message without tensors is nothing at all
             self._expected[id(request)] = request
             self.process.progress.expected += 1
         return request
@@ -294,20 +275,6 @@ class Channel:
         """Waits until everything has been sent."""
         while self._outgoing:
             self._outgoing[0].wait()
-
-    def join(self, name: str, request: Any) -> None:
-        """Waits for a collective of MPI."""
-        agreement, peers = self.process.agreement, self.world_ranks
-        agreement.entered[self.group] += 1
-        # Peers may sleep in a wait of their own; MPI moves this collective only while they poll.
-        for peer in peers:
-            self.process.wakeup.ring(peer)
-        self.waiter.until(
-            request.Test,
-            lambda: f"the other ranks in {name}",
-            peers,
-            check=lambda: agreement.check_collective(self.waiter, peers, self.group),
-        )
 
     def outstanding(self) -> list[str]:
         """Returns the messages on their way, one line each."""

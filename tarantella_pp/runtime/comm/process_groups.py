@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.runtime.comm.collectives import CollectiveRequest
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor, value_of
 
@@ -83,17 +82,15 @@ class ReplicaExchange:
         """Puts the samples of all replicas together."""
         if self._peers.size == 1:
             return list(tensors)
-        gathered = [self._start_join(tensor, rows) for tensor in tensors]
+        own, gathered = rows[self._peers.rank], []
+        for tensor in tensors:
+            per_sample = tensor.shape[0] // max(own, 1)
+            array = to_buffer(tensor)[: own * per_sample]  # without samples it has one to run
+            counts = [count * per_sample for count in rows]
+            gathered.append(
+                self._peers.start_allgather([array], counts, label="samples of replicas")
+            )
         return [to_tensor(request.wait()[0]) for request in gathered]
-
-    def _start_join(
-        self, tensor: tf.Tensor, rows: Sequence[int]
-    ) -> CollectiveRequest[list[np.ndarray[Any, Any]]]:
-        own = rows[self._peers.rank]
-        per_sample = tensor.shape[0] // max(own, 1)
-        array = to_buffer(tensor)[: own * per_sample]  # a replica without samples has one to run
-        counts = [count * per_sample for count in rows]
-        return self._peers.start_allgather([array], counts, label="samples of replicas")
 
     def values_of_all(self, variables: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
         """The value of each variable on every replica; all values travel at once."""

@@ -23,7 +23,6 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.probes.trial_graph import DRAWS, FLOAT32, FLOAT64, TrialGraph
 from tarantella_pp.runtime.stage.graph_functions import (
     CompiledFunction,
@@ -258,7 +257,7 @@ class PartsProbe:
         return Outcome(values, self._state(), found[self._count :])
 
     def _state(self) -> list[Array]:
-        return [value_of(variable) for variable in self._graph.written]
+        return [np.asarray(variable.numpy()) for variable in self._graph.written]
 
     def _restore(self, values: Sequence[Array]) -> None:
         for variable, value in zip(self._graph.written, values, strict=True):

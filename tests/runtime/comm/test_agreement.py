@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import contextlib
 import re
-import threading
 import time
 from types import SimpleNamespace
 
@@ -44,80 +41,27 @@ def test_the_end_of_a_script_and_a_call_that_cannot_go_on_are_no_calls():
     )
 
 
-class Network:
-    """Carries announcements between threads in place of MPI, and counts them."""
-
-    BYTE, ANY_SOURCE = "byte", -1
-
-    def __init__(self, size):
-        self.size, self.sizes = size, []
-        self.boxes = [collections.deque() for _ in range(size)]
-
-    def Status(self):
-        status = SimpleNamespace(source=0, count=0)
-        status.Get_count = lambda unit: status.count
-        return status
-
-    def of_rank(self, rank):
-        def send(buffer, dest, tag):
-            self.sizes.append(buffer[0].size)
-            self.boxes[dest].append((rank, buffer[0].copy()))
-            return SimpleNamespace(Test=lambda: True)
-
-        def probe(source, tag, status):
-            if not self.boxes[rank]:
-                return None
-            status.source, data = self.boxes[rank].popleft()
-            status.count = data.size
-            return SimpleNamespace(Recv=lambda buffer: np.copyto(buffer[0], data))
-
-        return SimpleNamespace(
-            Get_rank=lambda: rank, Get_size=lambda: self.size, Isend=send, Improbe=probe
-        )
-
-
-@pytest.mark.parametrize(("ranks", "rounds"), [(2, 1), (5, 3), (16, 4)])
-def test_a_call_takes_few_small_messages_whatever_was_sent_before(
-    monkeypatch, ranks, rounds
-) -> None:
-    """Of n ranks each tells few others, and not what it has sent in thousands of messages."""
-    monkeypatch.setattr("tarantella_pp.runtime.comm.agreement._HURRY", 60.0)
-    network = Network(ranks)
-
-    def run(rank):
-        agreement = Agreement(network, network.of_rank(rank), lambda other: None)
-        agreement.sent.update({(0, r, tag): 1 for r in range(ranks) for tag in range(1000)})
-        waiter = Waiter(rank, Limits(), tuple, Wakeup(), str)
-        for _ in range(3):
-            with (
-                agreement.call(waiter, "fit", {"epochs": 2}),
-                agreement.call(waiter, "evaluate", {}),
-            ):
-                pass
-        return agreement.number
-
-    with concurrent.futures.ThreadPoolExecutor(ranks) as pool:
-        assert list(pool.map(run, range(ranks))) == [6] * ranks
-    assert len(network.sizes) == 6 * ranks * rounds
-    assert max(network.sizes) < 64
-
-
 def test_a_rank_that_ends_after_a_call_has_made_it(monkeypatch) -> None:
-    """Its end may be heard before the last digest of others arrives."""
+    """Its end may be heard before the digests of others arrive."""
     monkeypatch.setattr("tarantella_pp.runtime.comm.agreement._PATIENCE", 0.05)
-    network = Network(3)
-    last = Agreement(network, network.of_rank(2), lambda other: None)
-    waiter = Waiter(2, Limits(), tuple, Wakeup(), str)
-    digest = CollectiveCall("save").digest()
-    messages = [(1, ["_Round", 1, 1, digest]), (0, ["Announcement", 2, END, False, "", [], {}])]
-    for source, message in messages:
-        network.boxes[2].append((source, np.frombuffer(msgspec.msgpack.encode(message), np.uint8)))
-    late = (0, np.frombuffer(msgspec.msgpack.encode(["_Round", 1, 2, digest]), np.uint8))
-    timer = threading.Timer(0.5, network.boxes[2].append, [late])
-    timer.start()
-    with last.call(waiter, "save", {}):
+    arrived = [np.frombuffer(msgspec.msgpack.encode(said(2)), np.uint8)]
+
+    def probe(source, tag, status):
+        if not arrived:
+            return None
+        data = arrived.pop()
+        status.source, status.Get_count = 0, lambda unit: data.size
+        return SimpleNamespace(Recv=lambda buffer: np.copyto(buffer[0], data))
+
+    comm = SimpleNamespace(Get_rank=lambda: 2, Get_size=lambda: 3, Improbe=probe)
+    comm.Isend = lambda *message: SimpleNamespace(Test=lambda: True)
+    mpi = SimpleNamespace(BYTE="byte", ANY_SOURCE=-1, Status=SimpleNamespace)
+    last, start = Agreement(mpi, comm, lambda other: None), time.monotonic()
+    digests = SimpleNamespace(ready=lambda: time.monotonic() > start + 0.5)
+    digests.wait = lambda: [np.ones((3, 16), np.uint8)]
+    last.gather = lambda digest: digests
+    with last.call(Waiter(2, Limits(), tuple, Wakeup(), str), "save", {}):
         pass
-    timer.join()
 
 
 def refusal(make_call) -> str:
@@ -133,7 +77,7 @@ def call(method, **facts):
         pass
 
 
-def differ(ranks) -> list[str]:
+def differ() -> list[str]:
     """Calls that are not the same on all ranks, one after the other."""
     ours, found = world(), []
     last = ours.size - 1
@@ -160,14 +104,12 @@ def differ(ranks) -> list[str]:
 
 @needs_mpi
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_calls_that_differ_are_refused_on_all_ranks(ranks):
-    run = mpi_run(ranks, differ, ranks, env={"TNT_TIMEOUT": "20"}).check()
+def test_calls_that_differ_are_refused_on_all_ranks():
+    run = mpi_run(4, differ, env={"TNT_TIMEOUT": "20"}).check()
     assert all(result == run.results[0] for result in run.results)
     facts, methods, same, skipped, behind = run.results[0]
-    last = ranks - 1
-    assert re.search(rf"fit\(epochs=3\) at test_agreement.py:\d+ on rank {last}", facts)
-    assert re.search(rf"evaluate\(\) at .* on rank.*save\(\) at .*:\d+ on rank {last}\.", methods)
+    assert re.search(r"fit\(epochs=3\) at test_agreement.py:\d+ on rank 3", facts)
+    assert re.search(r"evaluate\(\) at .* on rank.*save\(\) at .*:\d+ on rank 3\.", methods)
     assert same == ""
     assert "save()" in skipped
     assert "evaluate()" in behind
@@ -196,16 +138,13 @@ def wait_for_what_does_not_come(kind):
 WAITS = {
     "message": lambda: world().post_receive(_ONE, world().size - 1, 7, label="logs").wait(),
     "arrival": lambda: world().send([np.zeros(1 << 20)], world().size - 1, 8).wait(),
-    "broadcast": lambda: world().broadcast_json(None, world().size - 1),
     "allgather": lambda: world().allgather_json(None),
 }
 
 
 @needs_mpi
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("ranks", "kind"), [(2, "message"), (2, "arrival"), (3, "broadcast"), (3, "allgather")]
-)
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "message"), (2, "arrival"), (3, "allgather")])
 def test_a_wait_that_cannot_end_names_both_calls(ranks, kind):
     run = mpi_run(ranks, wait_for_what_does_not_come, kind, env={"TNT_TIMEOUT": "20"}).check()
     for first, then in run.results:

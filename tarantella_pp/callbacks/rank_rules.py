@@ -17,7 +17,6 @@ from tarantella_pp.callbacks.lockstep import Lockstep
 from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.data import make_its_folder
-from tarantella_pp.launch.environment import TRACE_VARIABLE
 from tarantella_pp.runtime.comm.communicator import Communicator
 
 _TRACED = itertools.count(1)
@@ -122,7 +121,7 @@ def _looks_at_weights(callback: Any) -> bool:
 
 def with_trace(callbacks: Any, model: Any, environ: Mapping[str, str]) -> Any:
     """Adds the callback that `tarantella --trace FILE` asks for."""
-    path = Path(environ.get(TRACE_VARIABLE, ""))
+    path = Path(environ.get("TNT_TRACE", ""))
     if not path.name:
         return callbacks
     if any(isinstance(callback, Timeline) for callback in listed(callbacks)):

@@ -176,7 +176,7 @@ def _variables(
     if arguments.no_gpu:
         variables |= resources.NONE_VISIBLE
     if arguments.trace is not None:
-        variables[environment.TRACE_VARIABLE] = os.path.abspath(arguments.trace)
+        variables["TNT_TRACE"] = os.path.abspath(arguments.trace)  # which our callbacks read
     if arguments.fusion_threshold is not None:
         size = parse_bytes(arguments.fusion_threshold, "--fusion-threshold")
         variables[FUSION_VARIABLE] = str(size)

@@ -17,8 +17,6 @@ OUTPUT_VARIABLE = "TNT_OUTPUT_ON_ALL_DEVICES"
 # How many seconds a host that is reached by ssh may be silent; 0 is for ever.
 HEARTBEAT_VARIABLE = "TNT_HEARTBEAT"
 _HEARTBEAT_SECONDS = 60.0
-# Names the file that training is to be recorded in, whatever the script says.
-TRACE_VARIABLE = "TNT_TRACE"
 # The second name, where there is one, must be set as well. SLURM_NTASKS alone is no sign of
 # several processes: an interactive allocation (`salloc`) and a batch script have it, with one plain
 # `python` each.

@@ -8,6 +8,7 @@ import pathlib
 import re
 import shlex
 import sys
+import tempfile
 from typing import TYPE_CHECKING
 
 from tarantella_pp.cli.inputs import positive_int, positive_seconds, some_words
@@ -124,8 +125,9 @@ def run(arguments: argparse.Namespace) -> int:
     from tarantella_pp.launch.run_job import JobRun
 
     quiet = arguments.log_level in ("WARNING", "ERROR") and LOG_VARIABLE in variables
-    with JobRun(launcher, num_ranks, arguments.timeout, hosts=hosts, quiet=quiet) as job_run:
-        environment |= launcher.environment(job_run.folder, arguments.remote_shell)
+    job_run = JobRun(launcher, num_ranks, arguments.timeout, hosts=hosts, quiet=quiet)
+    with tempfile.TemporaryDirectory(prefix="tarantella-", ignore_cleanup_errors=True) as folder:
+        environment |= launcher.environment(folder, arguments.remote_shell)
         return job_run.run(command, environment)
 
 

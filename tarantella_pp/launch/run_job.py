@@ -8,11 +8,9 @@ import enum
 import os
 import pathlib
 import queue
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -73,9 +71,6 @@ class JobRun:
     The exit code of an MPI launcher is not to be trusted: some return 0 after a rank has left in
     the middle, some never return. A job has succeeded when every rank has put on record that
     it has; it has failed as soon as one rank has, and then all that is left of it is killed.
-
-    Attributes:
-        folder: For temporary files of the MPI launcher.
     """
 
     def __init__(
@@ -87,7 +82,6 @@ class JobRun:
         hosts: Sequence[HostRanks] = (),
         quiet: bool = False,
     ) -> None:
-        self.folder = tempfile.mkdtemp(prefix="tarantella-")
         self._launcher = launcher
         self._records = Records(num_ranks)
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -101,12 +95,6 @@ class JobRun:
         self._stopped_by: signal.Signals | None = None
         self._passed_on = False
         self._deadline = 0.0
-
-    def __enter__(self) -> JobRun:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         """Starts MPI's launcher, waits for the end of the job and cleans up after it."""
@@ -237,8 +225,8 @@ class JobRun:
             failure = dataclasses.replace(failure, cause=cause, exit_code=code)
         if failure.stopped and failure.exit_code == Exit.PREEMPTED:  # and not by this process
             return _report_stop(signal.SIGTERM)
-        _write(failure.details)
-        _tell(headline(failure.rank, self._num_ranks, failure.host, failure.cause))
+        line = headline(failure.rank, self._num_ranks, failure.host, failure.cause)
+        _write(f"{failure.details}{line}\n")
         return failure.exit_code or Exit.FAILED
 
     def _end(self, mpi: subprocess.Popen[bytes]) -> None:
@@ -274,8 +262,7 @@ def _tell_hidden(records: Records) -> None:
 
 def _tell(message: str) -> None:
     """Writes one line of the launcher's own to standard error."""
-    prefix = "" if message.startswith("tarantella: ") else "tarantella: "
-    _write(f"{prefix}{message}\n")
+    _write(f"tarantella: {message}\n")
 
 
 def _write(text: str) -> None:

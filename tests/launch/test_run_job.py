@@ -19,8 +19,7 @@ PROGRAM = """
     run_job.CLOSING_SECONDS = 1.0
     run_job.START_SECONDS = 3.0
     command, hosts = [sys.executable, "-c", sys.argv[1]], [HostRanks(h, 0, 2) for h in sys.argv[2:]]
-    with run_job.JobRun(Mpich("mpiexec"), 2, hosts=hosts) as job:
-        sys.exit(job.run(command, dict(os.environ)))
+    sys.exit(run_job.JobRun(Mpich("mpiexec"), 2, hosts=hosts).run(command, dict(os.environ)))
 """
 ACTOR = """
 import os, sys, time

@@ -35,6 +35,7 @@ _Result = TypeVar("_Result")
 _Array = NDArray[Any]
 # The first message with a value has its size and so much of it, usually all.
 _FIRST_BYTES = 1024
+_JSON_TAG = 10
 
 
 class Communicator:
@@ -98,17 +99,17 @@ class Communicator:
 
     def barrier(self) -> None:
         """Waits until every rank of the group has come here."""
-        self._gathered(np.zeros(1, np.uint8), label="barrier")
+        self.allgather_json(None)
 
     def broadcast(self, array: _Array, root: int = 0) -> None:
         """Overwrites an array with another rank's."""
-        if self.size == 1:
+        if self._channel is None or self.size == 1:
             return
         # The largest of its bytes and zeros: sent in parts by all ranks, not as a whole by one.
         mine = as_bytes(np.ascontiguousarray(array)) if self.rank == root else None
         sent = np.zeros(array.nbytes, np.uint8) if mine is None else mine
-        label = f"broadcast from rank {root}"
-        found = self.start_allreduce(sent, "max", tag=self._own_tag, label=label).wait()
+        tag, label = self.largest_tag // 2 - 3, f"broadcast from rank {root}"
+        found = self.start_allreduce(sent, "max", tag=tag, label=label).wait()
         if mine is None:
             array[...] = found.view(array.dtype).reshape(array.shape)
 
@@ -173,7 +174,27 @@ class Communicator:
 
     def broadcast_json(self, value: Any, root: int = 0) -> Any:
         """Returns the value that rank `root` passes, on every rank."""
-        return self.allgather_json(value if self.rank == root else None)[root]
+        if self._channel is None or self.size == 1:
+            return value
+        if self.rank != root:
+            return self.receive_json(root, _JSON_TAG, label="a value for all ranks")
+        self.send_json(value, self._others, _JSON_TAG, label="a value for all ranks")
+        return msgspec.msgpack.decode(_encode(value).data)  # of the types that others get
+
+    def allgather_json(self, value: _Json) -> list[_Json]:
+        """Returns the list of the values that all ranks pass, on every rank."""
+        if self._channel is None or self.size == 1:
+            return [value]
+        self.send_json(value, self._others, _JSON_TAG, label="a value of each rank")
+        own = msgspec.msgpack.decode(_encode(value).data)
+        return [
+            own if rank == self.rank else self.receive_json(rank, _JSON_TAG, label="values")
+            for rank in range(self.size)
+        ]
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
 
     def send_json(self, value: Any, dests: Sequence[int], tag: int, *, label: str = "") -> None:
         """Starts to send a value to other ranks, which take it with `receive_json`."""
@@ -196,28 +217,10 @@ class Communicator:
             data = np.append(data, self.post_receive([spec], source, tag, label=label).wait()[0])
         return msgspec.msgpack.decode(data[:size].data)
 
-    def allgather_json(self, value: _Json) -> list[_Json]:
-        """Returns the list of the values that all ranks pass, on every rank."""
-        if self.size == 1:
-            return [value]
-        data = _encode(value)
-        sizes = self._gathered(np.array([data.size]), label="allgather of sizes")
-        everything = self._gathered(data, sizes.tolist(), label="allgather")
-        parts = np.split(everything, np.cumsum(sizes)[:-1])
-        return [msgspec.msgpack.decode(part.data) for part in parts]
-
-    def _gathered(self, array: _Array, rows: list[int] | None = None, *, label: str) -> _Array:
-        return self.start_allgather([array], rows, tag=self._own_tag, label=label).wait()[0]
-
     def gather_digests(self, digest: bytes) -> CollectiveRequest[list[_Array]]:
         """Starts to gather what `Agreement` compares."""
-        rows = np.frombuffer(digest, np.uint8)[None]
-        return self.start_allgather([rows], tag=self._own_tag - 1, label="digests of calls")
-
-    @property
-    def _own_tag(self) -> int:
-        """The tag of collectives that are waited for at once; votes of callbacks have the next."""
-        return self.largest_tag // 2 - 2
+        rows, tag = np.frombuffer(digest, np.uint8)[None], self.largest_tag // 2 - 2
+        return self.start_allgather([rows], tag=tag, label="digests of calls")
 
     def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
         """Surrounds a call of the user's script that all ranks must make, and waits for them."""

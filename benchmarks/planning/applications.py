@@ -26,11 +26,11 @@ from keras import layers
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.sized_models import gpt, unet
 from tarantella_pp.errors import TarantellaError
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.planner import Planner
-from tests.zoo.sized_models import gpt, unet
 
 PAGE = """\
 # Plans of well-known models

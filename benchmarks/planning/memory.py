@@ -52,8 +52,8 @@ from rich.console import Console
 from rich.table import Table
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
+from benchmarks.sized_models import gpt, lstm, mlp, plain_cnn, resnet, transformer, unet
 from tests.zoo.message_memory import MessageMemory
-from tests.zoo.sized_models import gpt, lstm, mlp, plain_cnn, resnet, transformer, unet
 
 STEP = "training step"
 

@@ -20,10 +20,10 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 import keras
 
 import tarantella_pp as tnt
+from benchmarks.planning.published_models import resnet101, unet
+from benchmarks.sized_models import gpt
 from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.partition.graph.keras_reader import extract
-from tests.zoo.published_models import resnet101, unet
-from tests.zoo.sized_models import gpt
 
 MODELS: dict[str, tuple[Callable[[], keras.Model], int]] = {
     "resnet101": (resnet101, 256),

@@ -30,12 +30,12 @@ import tarantella_pp as tnt
 from benchmarks.planning.machine import ComputeProbes, slowest_link
 from benchmarks.planning.machine import machine_of as machine_of_ranks
 from benchmarks.planning.shared_cores import shared_step_seconds
+from benchmarks.sized_models import gpt
 from tarantella_pp.partition.baselines import even_parts
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.plan.hardware_spec import machine_of
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.runtime.comm.communicator import world
-from tests.zoo.sized_models import gpt
 
 IMAGES = (
     "VGG16", "ResNet50", "ResNet50V2", "InceptionV3", "Xception", "MobileNet", "MobileNetV2",

@@ -23,6 +23,7 @@ import keras
 import msgspec
 
 import tarantella_pp as tnt
+from benchmarks.planning.published_models import amoebanet, resnet101, unet
 from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.options import GIVEN, PlanOptions, Settings, assignment_of, is_given
@@ -40,7 +41,6 @@ from tarantella_pp.simulation import (
     search_schedule,
     simulate,
 )
-from tests.zoo.published_models import amoebanet, resnet101, unet
 
 GIB = 2**30
 EFFECTIVE = 0.8 * (machines["p40"].memory_bandwidth or 0.0)

@@ -74,9 +74,9 @@ def launch_torch(name: str, rows: int, size: int, python: str) -> list[float]:
 
 def compare(name: str, rows: int | None, rounds: int, python: str) -> list[list[str]]:
     """Measures both frameworks in turn; returns table rows."""
+    from benchmarks.sized_models import ROWS
     from benchmarks.training import data_parallel
     from benchmarks.training.against_fit import speeds
-    from tests.zoo.sized_models import ROWS
 
     rows = rows or 8 * ROWS[name]
     kinds = {ONE: "Keras, one thread", TWO: "two replicas"}

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tarantella_pp as tnt
-from tests.zoo.sized_models import BUILDERS, ROWS, data_for
+from benchmarks.sized_models import BUILDERS, ROWS, data_for
 
 BALANCED = ("mlp", "cnn", "transformer")
 BATCHES, EPOCHS = 12, 4

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 import tarantella_pp as tnt
+from benchmarks.sized_models import BUILDERS, ROWS, data_for
 from benchmarks.training.fit import BATCHES, Fit
 from tarantella_pp.errors import PlanError
 from tarantella_pp.runtime.comm.communicator import world
-from tests.zoo.sized_models import BUILDERS, ROWS, data_for
 
 LIMITED = "mlp, half of the memory"
 

@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 import tarantella_pp as tnt
+from benchmarks.sized_models import BUILDERS, ROWS, data_for
 from benchmarks.training.against_fit import BALANCED, BatchSeconds, speeds
-from tests.zoo.sized_models import BUILDERS, ROWS, data_for
 
 BATCHES, EPOCHS = 8, 2
 LAUNCHERS = {

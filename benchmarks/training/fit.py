@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 import tarantella_pp as tnt
+from benchmarks.sized_models import BUILDERS, ROWS, data_for, gpt
 from tarantella_pp.runtime.comm.communicator import world
-from tests.zoo.sized_models import BUILDERS, ROWS, data_for, gpt
 
 BATCHES = 8
 VOCABULARY, LENGTH = 8000, 64

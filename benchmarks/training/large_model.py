@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tarantella_pp as tnt
-from tests.zoo.sized_models import square_layers
+from benchmarks.sized_models import square_layers
 
 MIB = 2**20
 FILE = Path(tempfile.gettempdir()) / f"large-model-{os.getuid()}.weights.h5"

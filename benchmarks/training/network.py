@@ -51,6 +51,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tarantella_pp as tnt
+from benchmarks.sized_models import BUILDERS, ROWS, data_for
 from benchmarks.training.against_fit import BatchSeconds
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
@@ -63,7 +64,6 @@ from tarantella_pp.runtime.recorder import (
 )
 from tarantella_pp.runtime.step_schedules import MEASURED, WARM_UP
 from tarantella_pp.simulation import simulate
-from tests.zoo.sized_models import BUILDERS, ROWS, data_for
 
 HOSTS = ("tnt-host-0", "tnt-host-1")
 ADDRESSES = ("10.99.0.1", "10.99.0.2")

@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tarantella_pp as tnt
+from benchmarks.sized_models import BUILDERS, ROWS, data_for
 from tarantella_pp.models import pipeline_model
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.machine import clock_offset
@@ -50,7 +51,6 @@ from tarantella_pp.runtime.recorder import (
 from tarantella_pp.runtime.step_schedules import MEASURED, WARM_UP
 from tarantella_pp.schedule import TRAINING_NAMES, Schedule, bubble_fraction, lower
 from tarantella_pp.simulation import Costs, simulate
-from tests.zoo.sized_models import BUILDERS, ROWS, data_for
 
 STAGES_PER_RANK = {"interleaved": 2, "zb-v": 2}
 SEARCH_STEPS = 2 * (WARM_UP + MEASURED)

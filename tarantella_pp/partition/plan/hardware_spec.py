@@ -179,7 +179,6 @@ BOTH_GRADIENTS = 2.0
 """How many times as long as the forward pass the backward pass takes, if nothing else is known."""
 _LARGE_WINDOW = 3
 """Depthwise convolutions with larger windows have a kind of their own."""
-_SEPARABLE = ("SeparableConv1D", "SeparableConv2D")
 _PRODUCTS = ("Einsum", "Matmul", "Dot", "Attention", "AdditiveAttention")
 """Products of matrices without weights."""
 LOSS_STEPS = 15
@@ -187,17 +186,15 @@ LOSS_STEPS = 15
 logits. Others take from a fifth of it (mean squared error) to twice as many."""
 
 
-class NodeWork(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the forward pass of an operation does; in files an array.
+class NodeWork(msgspec.Struct, frozen=True, array_like=True):
+    """What the forward pass of an operation does; in files an array, once of six entries.
 
     Attributes:
-        flops: Floating point operations, per sample.
+        flops: Floating point operations, per sample; of an output of the model with its loss.
         activation_bytes: Bytes of activations read and written, per sample.
         weight_bytes: Bytes of variables read, for each micro-batch anew.
         kind: What kind of layer it is; `None` in plans from before that was told.
         function_flops: How many of `flops` are steps of an activation function.
-        parts: How much of it is done as layers of other kinds do it: the depthwise part of a
-            separable convolution, and the loss of an output of the model.
     """
 
     flops: float
@@ -205,7 +202,6 @@ class NodeWork(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     weight_bytes: float
     kind: LayerKind | None = None
     function_flops: float = 0.0
-    parts: tuple[NodeWork, ...] = ()
 
 
 def node_work(graph: LayerGraph) -> tuple[NodeWork, ...]:
@@ -215,53 +211,26 @@ def node_work(graph: LayerGraph) -> tuple[NodeWork, ...]:
         if output.has_gradient and output.producer is not None:
             entries = output.bytes_per_sample // item_bytes(output.dtype)
             losses[output.producer] += LOSS_STEPS * entries
-    return tuple(_with_loss(_work(graph, node), losses[node.id]) for node in graph.nodes)
+    return tuple(_work(graph, node, losses[node.id]) for node in graph.nodes)
 
 
-def _with_loss(work: NodeWork, steps: float) -> NodeWork:
-    """Adds the loss of what an operation makes to its work."""
-    if not steps:
-        return work
-    loss = NodeWork(steps, 0.0, 0.0, "function", steps)
-    return msgspec.structs.replace(
-        work,
-        kind=work.kind or loss.kind,
-        flops=work.flops + loss.flops,
-        function_flops=work.function_flops + loss.function_flops,
-        parts=(*work.parts, loss),
-    )
+def _work(graph: LayerGraph, node: Node, loss: float) -> NodeWork:
+    """Counts what one operation reads and writes; a view of another tensor is neither.
 
-
-def _work(graph: LayerGraph, node: Node) -> NodeWork:
-    """Counts what one operation reads and writes; a view of another tensor is neither."""
+    The loss of what it makes counts as steps of an activation function.
+    """
     outputs = [graph.tensors[t] for t in node.outputs]
     moved = [t for t in outputs if t.alias_of is None]
     if not moved:
-        return NodeWork(node.flops, 0.0, 0.0)
+        return NodeWork(node.flops + loss, 0.0, 0.0, "function" if loss else None, loss)
     written = sum(t.bytes_per_sample for t in moved)
     read = sum(graph.tensors[t].bytes_per_sample for t in node.inputs)
     weights = sum(graph.weights[w].bytes for w in node.weights) if node.flops else 0
     # Of a table only the rows that are picked are read: as much as is made of them.
     picked = written if node.weights and not node.flops else 0
     moves = read + written + picked + node.residual_bytes
-    kind, functions = _kind(graph, node), node.function_flops
-    parts = _separable_parts(graph, node)
-    return NodeWork(node.flops, moves, weights, kind, functions, parts)
-
-
-def _separable_parts(graph: LayerGraph, node: Node) -> tuple[NodeWork, ...]:
-    """Returns the depthwise part of a separable convolution, whose other part is pointwise."""
-    kernels = [graph.weights[w] for w in node.weights if len(graph.weights[w].shape) > 2]
-    if node.kind not in _SEPARABLE or len(kernels) != 2:
-        return ()
-    # Both make as many pixels, so arithmetic is in proportion to kernels.
-    flops = (node.flops - node.function_flops) / sum(kernel.bytes for kernel in kernels)
-    first = kernels[0]
-    return (NodeWork(flops * first.bytes, 0.0, first.bytes, _depthwise(first.shape[:-2])),)
-
-
-def _depthwise(window: Sequence[int]) -> LayerKind:
-    return "large_depthwise" if max(window, default=1) > _LARGE_WINDOW else "depthwise"
+    functions = node.function_flops + loss
+    return NodeWork(node.flops + loss, moves, weights, _kind(graph, node), functions)
 
 
 def _kind(graph: LayerGraph, node: Node) -> LayerKind:
@@ -270,11 +239,11 @@ def _kind(graph: LayerGraph, node: Node) -> LayerKind:
     if node.kind == "BatchNormalization":
         return "normalization"
     if "Conv" in node.kind and weights:
-        if node.kind in _SEPARABLE:
+        if node.kind.startswith("Separable"):  # most of it
             return "pointwise"
         window = max(weights, key=lambda weight: weight.bytes).shape[:-2]
         if node.kind.startswith("Depthwise"):
-            return _depthwise(window)
+            return "large_depthwise" if max(window, default=1) > _LARGE_WINDOW else "depthwise"
         return "pointwise" if set(window) == {1} else "convolution"
     multiplies = node.flops and any(len(weight.shape) > 1 for weight in weights)
     return "product" if multiplies or node.kind in _PRODUCTS else "function"
@@ -296,28 +265,12 @@ def _seconds(
     if speed is None:
         forward = _plain_seconds(work, samples, machine)
         return forward, BOTH_GRADIENTS * forward
-    steps, forward, backward = speeds.get("function", speed), 0.0, 0.0
-    # Views of other tensors move nothing.
-    own = (_without_parts(work),) if work.activation_bytes else ()
-    for part in (*own, *work.parts):
-        at = speeds.get(part.kind or "", speed)
-        forward += _pass_seconds(part, samples, machine, at.forward, steps.forward)
-        backward += _pass_seconds(
-            part, samples, machine, at.backward, steps.backward, BOTH_GRADIENTS
-        )
-    return forward, backward
-
-
-def _without_parts(work: NodeWork) -> NodeWork:
-    """Returns the work that remains for the operation's own kind of layer."""
-    if not work.parts:
-        return work
-    return msgspec.structs.replace(
-        work,
-        flops=work.flops - sum(part.flops for part in work.parts),
-        function_flops=work.function_flops - sum(part.function_flops for part in work.parts),
-        weight_bytes=work.weight_bytes - sum(part.weight_bytes for part in work.parts),
-        parts=(),
+    if not (work.activation_bytes or work.flops):  # a view of another tensor
+        return 0.0, 0.0
+    steps = speeds.get("function", speed)
+    return (
+        _pass_seconds(work, samples, machine, speed.forward, steps.forward),
+        _pass_seconds(work, samples, machine, speed.backward, steps.backward, BOTH_GRADIENTS),
     )
 
 

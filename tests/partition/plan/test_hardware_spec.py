@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import keras
 import msgspec
 import numpy as np
@@ -10,7 +12,6 @@ from keras import layers
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.plan.hardware_spec import (
     HardwareSpec,
@@ -24,7 +25,6 @@ from tarantella_pp.partition.plan.hardware_spec import (
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, stage_seconds
 from tests.helpers.commands import Command
 from tests.zoo import models
-from tests.zoo.published_models import amoebanet, resnet101, unet
 
 pytestmark = pytest.mark.keras
 ZERO, ONE = '{"flops_per_second": 0}', '{"flops_per_second": 1}'
@@ -93,17 +93,13 @@ def test_the_longer_of_both_counts():
     work = (NodeWork(100.0, 1.0, 0.0), NodeWork(1.0, 40.0, 80.0))
     assert roofline_seconds(work, 2, HardwareSpec(10.0)) == [(20.0, 40.0), (0.2, 0.4)]
     machine = HardwareSpec(10.0, memory_bandwidth=4.0)
-    moved = (2 * 40 + 80) / 4
-    assert roofline_seconds(work, 2, machine) == [(20.0, 40.0), (moved, 2 * moved)]
-    moved = (40 + 80) / 4  # weights come anew
-    assert roofline_seconds(work, 1, machine) == [(10.0, 20.0), (moved, 2 * moved)]
-
-
-@pytest.mark.parametrize("rows", [1, 64])
-def test_weights_are_laid_out_before_arithmetic(rows):
-    machine = HardwareSpec(10.0, memory_bandwidth=4.0, weight_bandwidth=8.0)
-    work = (NodeWork(100.0, 1.0, 80.0), NodeWork(1.0, 40.0, 80.0))
-    assert roofline_seconds(work, rows, machine) == [(10 + 10 * rows, 20 + 20 * rows)] * 2
+    for rows in (1, 2):
+        moved = (rows * 40 + 80) / 4  # weights come anew
+        seconds = [(10.0 * rows, 20.0 * rows), (moved, 2 * moved)]
+        assert roofline_seconds(work, rows, machine) == seconds
+        slow = msgspec.structs.replace(machine, weight_bandwidth=8.0)
+        laid_out = [(10.0 * rows, 20.0 * rows), (10 + 10 * rows, 20 + 20 * rows)]
+        assert roofline_seconds(work, rows, slow) == laid_out
 
 
 @pytest.mark.parametrize(
@@ -128,48 +124,19 @@ def test_losses_take_steps_of_functions():
     ]
     graph = extract(keras.Model(x, outputs)).graph
     work = {node.kind: one for node, one in zip(graph.nodes, node_work(graph), strict=True)}
-    loss = [NodeWork(15.0 * n, 0.0, 0.0, "function", 15.0 * n) for n in (4, 3)]
-    assert work["Reshape"].parts == (loss[0],)
-    assert work["Reshape"].flops == 60
-    assert work["Dense"].parts == (loss[1],)  # the last one
-    assert (work["Dense"].flops, work["Dense"].function_flops) == (2 * 4 * 3 + 3 + 3 + 45, 3 + 45)
-    assert not work["Argmax"].parts
+    assert work["Reshape"] == NodeWork(60, 0, 0, "function", 60)
+    dense = work["Dense"]  # the last one
+    assert (dense.flops, dense.function_flops) == (2 * 4 * 3 + 3 + 3 + 45, 3 + 45)
+    assert work["Argmax"].function_flops == 0
     machine = HardwareSpec(
         1e3,
         product=LayerSpeed(PassSpeed(10.0), PassSpeed(5.0)),
         function=LayerSpeed(PassSpeed(2.0, 1.0), PassSpeed(1.0, 3.0)),
     )
-    both = [work["Reshape"], work["Dense"]]
-    assert roofline_seconds(both, 1, machine) == [
+    assert roofline_seconds([work["Reshape"], dense], 1, machine) == [
         (1 + 60 / 2, 3 + 60 / 1),
-        (pytest.approx(27 / 10 + 3 / 2 + 1 + 45 / 2), pytest.approx(27 / 5 + 3 / 1 + 3 + 45 / 1)),
+        (pytest.approx(27 / 10 + 48 / 2), pytest.approx(27 / 5 + 48 / 1)),
     ]
-
-
-def test_separable_convolutions_have_two_kinds():
-    """By hand: 16 pixels of 4 channels, to 2, with a function of 4 steps."""
-    kind = layers.SeparableConv2D(2, 5, padding="same", use_bias=False, activation="sigmoid")
-    (work,) = work_of(kind, shape=(4, 4, 4))
-    depthwise, pointwise, functions = 2 * 16 * 4 * 25, 2 * 16 * 4 * 2, 4 * 16 * 2
-    assert work.flops == depthwise + pointwise + functions
-    assert work.weight_bytes == 4 * (4 * 25 + 4 * 2)
-    assert work.parts == (NodeWork(depthwise, 0, 4 * 4 * 25, "large_depthwise"),)
-    machine = HardwareSpec(
-        1e3,
-        pointwise=LayerSpeed(PassSpeed(10.0, 1.0, 16.0), PassSpeed(5.0, 3.0, 8.0)),
-        depthwise=LayerSpeed(PassSpeed(100.0, 4.0, 2.0), PassSpeed(50.0, 5.0)),
-        function=LayerSpeed(PassSpeed(2.0), PassSpeed(1.0)),
-    )
-    forward = 1 + 4 * 4 * 2 / 16 + pointwise / 10 + functions / 2
-    backward = 3 + 4 * 4 * 2 / 8 + pointwise / 5 + functions / 1
-    assert roofline_seconds((work,), 1, machine) == [
-        (
-            pytest.approx(forward + 4 + 4 * 4 * 25 / 2 + depthwise / 100),
-            pytest.approx(backward + 5 + depthwise / 50),
-        )
-    ]
-    plain = HardwareSpec(1e3, memory_bandwidth=1e9)
-    assert roofline_seconds((work,), 1, plain) == [(work.flops / 1e3, 2 * work.flops / 1e3)]
 
 
 def test_layers_are_as_fast_as_their_kind():
@@ -194,37 +161,6 @@ def test_layers_are_as_fast_as_their_kind():
     ]
 
 
-def test_stages_are_balanced_by_what_their_layers_take():
-    """Convolutions that are slower than products, and go backward more slowly."""
-    x = inputs = keras.Input((8, 8, 8))
-    for _ in range(4):
-        x = layers.Conv2D(8, 3, padding="same")(x)
-    for _ in range(16):  # as many FLOPs
-        x = layers.Dense(18)(layers.Dense(8)(x))
-    model = keras.Model(inputs, x)
-    machine = HardwareSpec(
-        1e9, memory_bandwidth=1e12, convolution=LayerSpeed(PassSpeed(5e8), PassSpeed(6e7))
-    )
-    plan = tnt.make_plan(
-        model, 2, machine=machine, balance="flops", num_micro_batches=2, schedule="gpipe"
-    )
-    assert plan.certificate.optimal
-    found = [sum(both) for both in stage_seconds(plan, machine, plan.micro_batch_size)]
-    assert plan.certificate.value == pytest.approx(
-        max(found) / 3 * machine.flops_per_second / plan.micro_batch_size
-    )
-    costs = PlanSimulation(plan, machine, "gpipe", 2).costs().stages
-    forward, backward = stage_seconds(plan, machine, plan.micro_batch_size)[0]
-    assert (costs[0].forward, costs[0].full_backward) == pytest.approx(
-        (forward, backward), rel=1e-3
-    )
-    blind = tnt.make_plan(
-        model, 2, machine=msgspec.structs.replace(machine, convolution=None), balance="flops",
-        num_micro_batches=2, schedule="gpipe",
-    )  # fmt: skip
-    assert plan.stages[0].nodes < blind.stages[0].nodes
-
-
 def test_a_plan_is_played_on_any_machine():
     plan = tnt.make_plan(models.batch_norm_cnn(), 2, machine="v100")
     assert plan.machine == tnt.machines["v100"]
@@ -237,17 +173,10 @@ def test_a_plan_is_played_on_any_machine():
     assert step.step().step_seconds > plan.step_seconds
     with pytest.raises(PlanError, match="work must name all"):
         msgspec.structs.replace(plan, work=plan.work[1:])
-    part = msgspec.structs.replace(plan.work[0], parts=(NodeWork(1.0, 0.0, 0.0, "depthwise"),))
-    other = msgspec.structs.replace(plan, work=(part, *plan.work[1:]))
-    assert tnt.Plan.from_json(other.to_json()) == other
-
-
-def test_an_old_plan_has_stages_of_one_operation():
-    plan = msgspec.structs.replace(tnt.make_plan(models.batch_norm_cnn(), 2), work=())
-    machine = HardwareSpec(1e6, memory_bandwidth=1e6)
-    assert [forward for forward, _ in stage_seconds(plan, machine, 2)] == [
-        max(2 * stage.flops, stage.parameter_bytes) / 1e6 for stage in plan.stages
-    ]
+    of_before = json.loads(plan.to_json())
+    for work in of_before["work"]:
+        work.append([])
+    assert tnt.Plan.from_json(json.dumps(of_before)) == plan
 
 
 def test_machines_by_name_and_file(tmp_path, capsys):
@@ -299,35 +228,3 @@ def test_files_without_a_machine_are_refused(tmp_path, text, complaint):
 def test_unknown_machines_are_refused(name):
     with pytest.raises(ConfigurationError, match=r"one of core, p40.*Received: machine="):
         tnt.make_plan(models.batch_norm_cnn(), 2, machine=name)
-
-
-def test_a_resnet_is_balanced_better_than_by_hand():
-    """torchgpipe's balance, on a P40 that reaches what was published on one of them."""
-    machine = HardwareSpec(7.2e12, 12e9, 1e-5, memory_bandwidth=2.77e11)
-    given = {
-        "batch_size": 4096, "num_micro_batches": 256, "schedule": "gpipe", "machine": machine,
-    }  # fmt: skip
-    with only_shapes():
-        model = extract(resnet101())
-    plans = (
-        tnt.make_plan(model, balance=(44, 92, 124, 110), **given),
-        tnt.make_plan(model, 4, balance="flops", **given),
-    )
-    theirs, ours = (max(stage_seconds(plan, machine, 16))[0] for plan in plans)
-    assert theirs > 1.1 * ours
-    assert plans[1].certificate.optimal
-
-
-@pytest.mark.parametrize(
-    ("build", "size", "places", "millions"),
-    [
-        (unet, (6, 72), 285, 362.2),
-        (amoebanet, (18, 208), 24, 81.5),
-    ],
-)
-def test_published_models_have_the_published_parameters(build, size, places, millions):
-    with only_shapes():
-        graph = extract(build(*size)).graph
-    assert 1 + max(int(node.name[1:].partition("_")[0]) for node in graph.nodes) == places
-    trained = sum(weight.bytes for weight in graph.weights if weight.trainable) / 4e6
-    assert trained == pytest.approx(millions, rel=1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -279,7 +280,7 @@ class StageMemory:
         self._limits = limits or (math.inf,) * options.num_stages
         graph = costs.graph
         self._outputs = set(graph.outputs)
-        self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._both = functools.cache(self._price)
         self._readers = [sum(1 << node for node in set(t.consumers)) for t in graph.tensors]
         self._users = [0] * len(graph.weights)
         for node in graph.nodes:
@@ -288,22 +289,15 @@ class StageMemory:
 
     def usual(self, begin: int, end: int, stage: int) -> float:
         """Prices a stage that exchanges messages with its neighbours."""
-        return self._priced(begin, end, stage)[0]
+        return self._limited(self._both(begin, end, stage)[0], stage)
 
     def least(self, begin: int, end: int, stage: int) -> float:
         """Prices a stage at the least, wherever its messages come from and go to."""
-        return self._priced(begin, end, stage)[1]
+        return self._limited(self._both(begin, end, stage)[1], stage)
 
-    def _priced(self, begin: int, end: int, stage: int) -> tuple[float, float]:
-        """Prices a stage both ways, once; a stage above its limit is infinitely dear."""
-        if (begin, end, stage) not in self._known:
-            prices = self._price(begin, end, stage)
-            most = self._limits[stage]
-            self._known[begin, end, stage] = (
-                prices[0] if prices[0] <= most else math.inf,
-                prices[1] if prices[1] <= most else math.inf,
-            )
-        return self._known[begin, end, stage]
+    def _limited(self, price: float, stage: int) -> float:
+        """A stage above its limit is infinitely dear."""
+        return price if price <= self._limits[stage] else math.inf
 
     def _price(self, begin: int, end: int, stage: int) -> tuple[float, float]:
         costs, options, last = self._costs, self._options, self._options.num_stages - 1

@@ -36,7 +36,8 @@ CLOSE = 1e-3
 ROUNDS, PRICED_ROUNDS, DRAWS = 12, 1, 3
 # Paths of equal value that are tried where their stages have to be priced.
 TIES = 8
-# Prices a stage between two down-sets, whose operations are bits; infinite where it cannot be.
+# Prices a stage between two down-sets, whose operations are bits, again and again; infinite where
+# it cannot be.
 Price = Callable[[int, int, int], float]
 Indices = npt.NDArray[np.intp]
 
@@ -191,7 +192,7 @@ def _improved(
     """Finds the best path along some orders, then along drawn ones in line with it."""
     draw, best, value, since = random.Random(0), None, math.inf, 0
     while since < rounds and value > 0:
-        family = Ideals.of(blocks, blocks.along(orders), complete=False)
+        family = Ideals.of(blocks, blocks.along(orders))
         found, since = cheapest(family, prices, value * (1 - CLOSE)), since + 1
         if found is not None:
             value, best, since = found[0], family.assignment(found[1]), 0
@@ -236,7 +237,6 @@ class _Paths:
             memory = prices.limits[0]
             parts = ideals.sums(memory.once), ideals.sums(memory.each)
             self._memory = parts[0] + memory.times[:, None] * parts[1]
-        self._known: dict[tuple[int, int, int], float] = {}
 
     def growing(self, least: float, below: float) -> tuple[float, list[int]] | None:
         """Looks for the best path near what it costs at the least, then further away."""
@@ -254,16 +254,13 @@ class _Paths:
         return max(self.price(begin, end, stage) for stage, (begin, end) in steps)
 
     def price(self, begin: int, end: int, stage: int) -> float:
-        """Prices a stage, once."""
-        key = begin, end, stage
-        if key not in self._known:
-            times, sets = self._prices.times[stage], self._ideals.sets
-            price = self._once[end] - self._once[begin]
-            price += times * (self._each[end] - self._each[begin])
-            if self._price is not None:
-                price = max(price, self._price(sets[begin], sets[end], stage))
-            self._known[key] = float(price)
-        return self._known[key]
+        """Prices a stage."""
+        price = self._once[end] - self._once[begin]
+        price += self._prices.times[stage] * (self._each[end] - self._each[begin])
+        if self._price is not None:
+            sets = self._ideals.sets
+            price = max(price, self._price(sets[begin], sets[end], stage))
+        return float(price)
 
     def _sums(self, stage: int, begins: Indices, ends: Indices) -> Array:
         """Returns what stages cost at the least, infinite where they cannot be."""

@@ -24,7 +24,7 @@ from tarantella_pp.partition.plan.plan_parts import (
     Placement,
     PlanConfig,
 )
-from tarantella_pp.schedule import Schedule, ScheduleSpec, bubble_fraction, send_window
+from tarantella_pp.schedule import Schedule, ScheduleSpec, bubble_fraction
 
 # Says how many bytes of gradients replicas sum at a time, where the script does not.
 FUSION_VARIABLE = "TNT_FUSION_THRESHOLD"
@@ -64,11 +64,6 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
     def weighs_stages(self) -> bool:
         """Whether the largest stage is to be small with all that it has in memory."""
         return self.balance == "memory" and not self.ranks
-
-    @property
-    def send_window(self) -> int | None:
-        """Most micro-batches that a stage has sent and that are not taken; `None` for any."""
-        return send_window(self.schedule, self.num_stages, self.num_ranks)
 
     @property
     def repeats(self) -> dict[int, int]:
@@ -251,7 +246,11 @@ def assignment_of(graph: LayerGraph, balance: Iterable[Any]) -> tuple[int, ...]:
         )
     places, ends = _places(graph, counts), list(itertools.accumulate(counts))
     stages = tuple(next(s for s, end in enumerate(ends) if place < end) for place in places)
-    _check(graph, stages, counts)
+    wrong = graph.misplaced(stages)
+    if empty := sorted(set(range(len(counts))) - set(stages)):
+        wrong = f"Stages {empty} would have no operations"
+    if wrong:
+        raise ConfigurationError(f"{wrong}. Received: balance={counts}")
     return stages
 
 
@@ -271,25 +270,3 @@ def _places(graph: LayerGraph, counts: Sequence[int]) -> list[int]:
         f"Numbers of layers must add up to the model's {len(order)} layers, or its {len(names)} "
         f"operations. Received: balance={list(counts)}, which adds up to {sum(counts)}"
     )
-
-
-def _check(graph: LayerGraph, stages: Sequence[int], counts: Sequence[int]) -> None:
-    """Refuses stages that are empty, run backwards, or part what must stay together."""
-    empty = sorted(set(range(len(counts))) - set(stages))
-    if empty:
-        raise ConfigurationError(
-            f"Stages {empty} would have no operations. Received: balance={list(counts)}"
-        )
-    for before, after in graph.edges:
-        if stages[before] > stages[after]:
-            raise ConfigurationError(
-                f"'{graph.nodes[after].name}' on stage {stages[after]} needs "
-                f"'{graph.nodes[before].name}', which would be on the later stage "
-                f"{stages[before]}. Received: balance={list(counts)}"
-            )
-    for group in graph.groups:
-        if len({stages[node] for node in group}) > 1:
-            raise ConfigurationError(
-                f"{sorted(graph.nodes[node].name for node in group)} share statistics or seeds, so "
-                f"they must be on one stage. Received: balance={list(counts)}"
-            )

@@ -39,7 +39,6 @@ from tarantella_pp.partition.plan.plan_parts import (
     StagePlan,
     Tie,
 )
-from tarantella_pp.schedule import send_window
 
 # No stage repeats its forward pass.
 NOTHING: Mapping[int, int] = MappingProxyType({})
@@ -70,11 +69,6 @@ class StageCostModel:
     def rows(self) -> int:
         """Samples of one micro-batch."""
         return self.config.micro_batch_size
-
-    @cached_property
-    def window(self) -> int | None:
-        """Most micro-batches that a stage has sent and that are not taken; `None` for any."""
-        return send_window(self.config.schedule, self.config.num_stages, self.config.num_ranks)
 
     @cached_property
     def reduced(self) -> tuple[Sequence[float], Sequence[float]]:
@@ -171,8 +165,9 @@ class StageCostModel:
         names = {graph.tensors[t].name for t in kept}
         # Messages whose shapes go first are not waited for.
         shapes = any(cut.source == stage and cut.tensor in graph.unsized for cut in cuts)
+        window = None if shapes else self.config.send_window
         received, sent, returned = message_bytes(
-            cuts, stage, in_flight, names, None if shapes else self.window, self.config.wire_dtype
+            cuts, stage, in_flight, names, window, self.config.wire_dtype
         )
         backward = returned + backward_bytes(graph, nodes, rows)
         own = [weight for weight in weights if users[weight.id][0] == stage]

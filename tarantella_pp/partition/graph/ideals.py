@@ -133,7 +133,7 @@ class Blocks:
                     if grown not in larger:
                         larger[grown] = self.free_after(grown, free, block)
             level = larger
-        return Ideals.of(self, found, complete=True)
+        return Ideals.of(self, found)
 
     def along(self, orders: Iterable[Sequence[int]]) -> dict[int, Free]:
         """Returns the down-sets that some orders of the blocks go through."""
@@ -172,13 +172,12 @@ class Ideals:
     blocks: Blocks  # what they are sets of
     sets: Sequence[int]  # the sets, as bits of the operations
     free: Sequence[Free]  # blocks that may come next behind each
-    complete: bool  # whether these are all there are
 
     @classmethod
-    def of(cls, blocks: Blocks, found: dict[int, Free], *, complete: bool) -> Ideals:
+    def of(cls, blocks: Blocks, found: dict[int, Free]) -> Ideals:
         """Sorts down-sets."""
         sets = sorted(found, key=lambda one: (one.bit_count(), one))
-        return cls(blocks, sets, [found[one] for one in sets], complete)
+        return cls(blocks, sets, [found[one] for one in sets])
 
     def __len__(self) -> int:
         return len(self.sets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +23,16 @@ from tarantella_pp.internals.functional import (
     sublayers,
     tree,
 )
-from tarantella_pp.partition.graph.calls import Call, GraphBuilder, graph_of
+from tarantella_pp.partition.graph.calls import Call, graph_of
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Tensor
 from tarantella_pp.partition.graph.placeholders import (
+    Probe,
     made_shapes,
     mask_flow,
     probe_call,
     probe_of,
+    rows_per_sample,
+    sample_axis,
     symbolic,
 )
 from tarantella_pp.partition.graph.units import Shape
@@ -67,29 +71,28 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
     env: dict[int, int] = {}
     for tensor in network.inputs:
         _check_input(tensor)
-        env[id(tensor)] = reader.draft.add_tensor(
-            tensor.name, tuple(tensor.shape), tensor.dtype, probe=probe_of(tensor.shape)
-        )
+        shape = tuple(tensor.shape)
+        env[id(tensor)] = reader.add_tensor(tensor.name, shape, tensor.dtype, probe_of(shape))
     reader.read(network, env, prefix="")
     inputs = tuple(env[id(tensor)] for tensor in network.inputs)
     outputs = tuple(env[id(tensor)] for tensor in network.outputs)
-    if passed_on := [reader.draft.tensors[i].name for i in outputs if i in inputs]:
+    if passed_on := [reader.tensors[i].name for i in outputs if i in inputs]:
         raise UnsupportedModelError(
             f"Outputs {passed_on} of model '{model.name}' are its inputs as they are, so no stage "
             "computes them. Leave them out of the outputs."
         )
-    draft, numbers = reader.draft.pruned(inputs, outputs)
-    variables = tuple({id(v): v for call in draft.calls for v in call.variables}.values())
+    variables = tuple({id(v): v for call in reader.calls for v in call.variables}.values())
     return ExtractedModel(
         model=model,
         graph=graph_of(
-            draft,
+            reader.tensors,
+            reader.calls,
             variables,
-            inputs=tuple(numbers[i] for i in inputs),
-            outputs=tuple(numbers[i] for i in outputs),
+            inputs=inputs,
+            outputs=outputs,
             assumed_size=assumed_size,
         ),
-        calls=tuple(draft.calls),
+        calls=tuple(reader.calls),
         variables=variables,
         inputs_struct=inputs_struct(network),
         outputs_struct=outputs_struct(network),
@@ -97,20 +100,51 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
 
 
 class _Reader:
-    """Walks through a model and the models in it.
+    """Walks through a model and the models in it, in the order in which Keras runs them.
 
     An `env` maps `id` of the symbolic tensors of one model, in one call of it, to tensor ids.
     """
 
     def __init__(self) -> None:
-        self.draft = GraphBuilder()
+        self.tensors: list[Tensor] = []  # an id is a position
+        # The shapes of each for two numbers of samples; `None` where they cannot be told
+        self._probes: list[Probe] = []
+        self.calls: list[Call] = []
+        self._unmasked: set[int] = set()  # ids of the tensors whose masks a call has deleted
+        self._names: Counter[str] = Counter()
+
+    def add_tensor(
+        self, name: str, shape: Shape, dtype: str, probe: Probe, mask_shape: Shape | None = None
+    ) -> int:
+        """Adds a tensor and returns its id."""
+        tensor = Tensor(
+            id=len(self.tensors),
+            name=name,
+            shape=shape,
+            dtype=dtype,
+            mask_shape=mask_shape,
+            rows_per_sample=rows_per_sample(probe),
+            sample_axis=sample_axis(probe),
+        )
+        self.tensors.append(tensor)
+        self._probes.append(probe)
+        return tensor.id
+
+    def _unique_name(self, path: str) -> str:
+        """Returns the path itself the first time, then `"path:1"`, `"path:2"` and so on."""
+        name = path
+        while self._names[name]:
+            name = f"{path}:{self._names[path]}"
+            self._names[path] += 1
+        self._names[name] += 1
+        return name
 
     def read(self, network: Any, env: dict[int, int], prefix: str) -> None:
         """Adds all calls of a Functional, and puts the tensors they make into `env`."""
         for node in ordered_nodes(network):
             if node.is_input or any(id(tensor) not in env for tensor in node.input_tensors):
                 continue  # as Keras does: not computable from these inputs, so not needed
-            given = [self.draft.tensors[env[id(tensor)]] for tensor in node.input_tensors]
+            given = [self.tensors[env[id(tensor)]] for tensor in node.input_tensors]
             inner_inputs = _opened_inputs(node, given)
             if inner_inputs is None:
                 self._add_call(node, env, prefix + node.operation.name)
@@ -126,25 +160,25 @@ class _Reader:
 
     def _add_call(self, node: Any, env: dict[int, int], path: str) -> None:
         _check_operation(node.operation)
-        draft, name = self.draft, self.draft.unique_name(path)
+        name = self._unique_name(path)
         bindings = {id(tensor): env[id(tensor)] for tensor in node.input_tensors}
-        unmasked = draft.unmasked & set(bindings.values())
+        unmasked = self._unmasked & set(bindings.values())
         free = {key: self._symbolic(t) for key, t in bindings.items()}
         args, kwargs = node.arguments.fill_in(free)
         shapes = _shapes(node, free)
-        known = {key: (draft.probes[t], draft.tensors[t].dtype) for key, t in bindings.items()}
+        known = {key: (self._probes[t], self.tensors[t].dtype) for key, t in bindings.items()}
         probes = probe_call(node, known, shapes)
         flow = mask_flow(node.operation, args, dict(kwargs), len(shapes))
-        draft.unmasked.update(bindings[key] for key, t in free.items() if id(t) in flow.removed)
+        self._unmasked.update(bindings[key] for key, t in free.items() if id(t) in flow.removed)
         outputs = []
         for i, (tensor, shape) in enumerate(zip(node.outputs, shapes, strict=True)):
             label = name if len(shapes) == 1 else f"{name}[{i}]"
             _check_result(tensor, node, label)
-            made = draft.add_tensor(label, shape, tensor.dtype, flow.outputs[i], probe=probes[i])
+            made = self.add_tensor(label, shape, tensor.dtype, probes[i], flow.outputs[i])
             outputs.append(made)
-            env[id(tensor)] = outputs[-1]
+            env[id(tensor)] = made
         variables = tuple(states_of(node.operation, node.arguments))
-        draft.calls.append(
+        self.calls.append(
             Call(
                 name=name,
                 operation=node.operation,
@@ -152,13 +186,13 @@ class _Reader:
                 bindings=bindings,
                 outputs=tuple(outputs),
                 variables=variables,
-                unmasked=frozenset(t for t in unmasked if draft.tensors[t].mask_shape is not None),
+                unmasked=frozenset(t for t in unmasked if self.tensors[t].mask_shape is not None),
             )
         )
 
     def _symbolic(self, t: int) -> Any:
-        tensor = self.draft.tensors[t]
-        mask_shape = None if t in self.draft.unmasked else tensor.mask_shape
+        tensor = self.tensors[t]
+        mask_shape = None if t in self._unmasked else tensor.mask_shape
         return symbolic(tensor.shape, tensor.dtype, mask_shape)
 
 

@@ -188,6 +188,23 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         made = ((t.producer, t.consumers) for t in self.tensors if t.producer is not None)
         return tuple(dict.fromkeys((maker, reader) for maker, all_ in made for reader in all_))
 
+    def misplaced(self, assignment: Sequence[int]) -> str | None:
+        """Says which operations cannot be on the stages that they are on, `None` if all can."""
+        for group in self.groups:
+            stages = {assignment[node]: self.nodes[node].name for node in sorted(group)}
+            if len(stages) > 1:
+                return (
+                    f"{list(stages.values())} share statistics or seeds, which change whenever one "
+                    f"of them runs, so they must be on one stage. They are on stages {list(stages)}"
+                )
+        for before, after in self.edges:
+            if assignment[before] > assignment[after]:
+                return (
+                    f"'{self.nodes[after].name}' on stage {assignment[after]} needs "
+                    f"'{self.nodes[before].name}' on the later stage {assignment[before]}"
+                )
+        return None
+
     def storage(self, tensor: int) -> int:
         """Returns the id of the tensor whose memory a tensor shares, or its own."""
         while (other := self.tensors[tensor].alias_of) is not None:

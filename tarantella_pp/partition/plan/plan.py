@@ -166,22 +166,8 @@ class Plan(
         """Raises a `PlanError` that names what differs, if this is a plan of another model."""
         if self.fingerprint != graph.fingerprint():
             raise PlanError(f"This is a plan of another model: {_difference(self, graph)}")
-        # Such layers change state on each call, so their order must be the model's own.
-        for group in graph.groups:
-            stages = {self.assignment[node]: self.node_names[node] for node in sorted(group)}
-            if len(stages) > 1:
-                raise PlanError(
-                    f"Nodes {list(stages.values())} share statistics or seeds, which change "
-                    "whenever one of them runs, so they must be on one stage. The plan puts them "
-                    f"on stages {list(stages)}."
-                )
-        for before, after in graph.edges:
-            if self.assignment[before] > self.assignment[after]:
-                raise PlanError(
-                    f"Node '{self.node_names[after]}' on stage {self.assignment[after]} needs node "
-                    f"'{self.node_names[before]}', which the plan puts on the later stage "
-                    f"{self.assignment[before]}."
-                )
+        if wrong := graph.misplaced(self.assignment):
+            raise PlanError(f"This plan cannot run: {wrong}.")
 
     def __str__(self) -> str:
         """Returns the table of the plan, as wide as the terminal, without colours."""

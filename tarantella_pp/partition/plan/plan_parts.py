@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from tarantella_pp.partition.graph.units import wire_bytes
+from tarantella_pp.schedule import send_window
 
 # Two values this close (relative) count as equal: the rounding of long float sums, no more.
 TOLERANCE = 1e-9
@@ -214,12 +215,17 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def micro_batch_size(self) -> int:
         """Samples of one micro-batch on one replica, rounded up."""
-        return micro_batch_size(self.batch_size, self.num_replicas, self.num_micro_batches)
+        return -(-self.batch_size // (self.num_replicas * self.num_micro_batches))
 
     @property
     def num_ranks(self) -> int:
         """Ranks of one pipeline."""
         return 1 + max(self.ranks) if self.ranks else self.num_stages
+
+    @property
+    def send_window(self) -> int | None:
+        """Most micro-batches that a stage has sent and that are not taken; `None` for any."""
+        return send_window(self.schedule, self.num_stages, self.num_ranks)
 
     def world_rank(self, replica: int, position: int) -> int:
         """Returns the rank in the job of a position in a replica."""
@@ -250,8 +256,3 @@ def rank_in_job(
     if placement == "pipelines-together":
         return replica * num_ranks + position
     return position * num_replicas + replica
-
-
-def micro_batch_size(batch_size: int, num_replicas: int, num_micro_batches: int) -> int:
-    """Returns the samples of one micro-batch on one replica, rounded up."""
-    return -(-batch_size // (num_replicas * num_micro_batches))

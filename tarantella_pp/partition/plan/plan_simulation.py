@@ -14,7 +14,7 @@ import msgspec
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork, roofline_seconds
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_parts import micro_batch_size, rank_in_job
+from tarantella_pp.partition.plan.plan_parts import rank_in_job
 from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.spec import ScheduleSpec
 from tarantella_pp.simulation.pipelines import (
@@ -138,7 +138,7 @@ class PlanSimulation:
     @property
     def micro_batch_size(self) -> int:
         """Samples of one micro-batch, rounded up."""
-        return micro_batch_size(self.samples, 1, self.micro_batches)
+        return -(-self.samples // self.micro_batches)
 
     def costs(self, num_ranks: int | None = None) -> Costs:
         """Returns the seconds and bytes of the plan's stages and messages."""

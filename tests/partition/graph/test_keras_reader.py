@@ -119,11 +119,6 @@ def test_a_nested_model_that_does_more_stays_closed_and_no_other():
         assert closed == ({CLOSED[build]} if build in CLOSED else set()), build.__name__
 
 
-def test_a_mask_computed_only_for_a_nested_model_is_no_node():
-    kinds = [node.kind for node in extract(models.nested_masked()).graph.nodes]
-    assert "NotEqual" not in kinds
-
-
 def test_ties_are_the_calls_that_share_weights():
     def tied(model):
         graph = extract(model).graph
@@ -184,16 +179,6 @@ def test_unknown_sizes_are_assumed_and_said():
     graph = extract(model, assumed_size=10).graph
     assert graph.assumed_size == 10
     assert graph.tensors[graph.outputs[0]].bytes_per_sample == 10 * 2 * 4
-
-
-def test_a_large_model_of_keras_applications():
-    model = keras.applications.MobileNetV2(weights=None, input_shape=(32, 32, 3), classes=5)
-    extracted = extract(model)
-    data = models.batch(model, 2)
-    expected = model(data, training=False)
-    result, _, _ = run(extracted, data, random_stages(extracted.graph, 4, 0), training=False)
-    np.testing.assert_array_equal(np.array(result), np.array(expected))
-    assert extracted.graph.fingerprint() == extract(model).graph.fingerprint()
 
 
 class Subclassed(keras.Model):

@@ -18,28 +18,16 @@ def rows(model):
 
 
 def test_samples_windows_tables_and_scalars():
-    found = rows(merged_windows())
-    assert set(found) == {
-        ((None, 4, 6), 1),
-        ((None, 2, 6), 2),
-        ((1, 4, 6), 0),
-        ((), 0),
-        ((4, None, 6), 0),
-        ((None, 24), 1),
-        ((None, 3), 1),
-    }
-
-
-def test_along_which_dimension_the_samples_are():
+    """Shape, rows of a sample, and the dimension that samples are along."""
     tensors = extract(merged_windows()).graph.tensors
-    assert {(t.shape, t.sample_axis) for t in tensors} == {
-        ((None, 4, 6), 0),
-        ((None, 2, 6), 0),
-        ((1, 4, 6), None),
-        ((), None),
-        ((4, None, 6), 1),
-        ((None, 24), 0),
-        ((None, 3), 0),
+    assert {(t.shape, t.rows_per_sample, t.sample_axis) for t in tensors} == {
+        ((None, 4, 6), 1, 0),
+        ((None, 2, 6), 2, 0),
+        ((1, 4, 6), 0, None),
+        ((), 0, None),
+        ((4, None, 6), 0, 1),
+        ((None, 24), 1, 0),
+        ((None, 3), 1, 0),
     }
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import msgspec
 import pytest
@@ -18,21 +17,10 @@ GRAPH = chain_graph()
 PLAN = plan_of(GRAPH, [0, 0, 1, 1])
 
 
-def test_json_and_back(tmp_path):
-    assert Plan.from_json(PLAN.to_json()) == PLAN
-    path = tmp_path / "plan.json"
-    PLAN.save(path)
-    PLAN.save(path)
-    assert Plan.load(path) == Plan.load(str(path)) == PLAN
-    assert os.listdir(tmp_path) == ["plan.json"]
-    data = json.loads(path.read_text())
-    assert data["format"] == "tarantella_pp.plan"
-    assert data["version"] == 1
-    assert data["assignment"] == [0, 0, 1, 1]
-
-
 def test_files_of_versions_before_are_read():
-    data = json.loads(PLAN.to_json()) | {"measured": [{"bytes": 5000, "exact": False}]}
+    data = json.loads(PLAN.to_json())
+    assert (data["format"], data["version"]) == ("tarantella_pp.plan", 1)
+    data |= {"measured": [{"bytes": 5000, "exact": False}], "advice": {"balance": "flops"}}
     del data["recompute"], data["except_last"]
     for stage in data["stages"]:
         del stage["recomputed_bytes"]
@@ -86,7 +74,7 @@ def test_check_refuses_an_edge_that_runs_backwards():
             msgspec.structs.replace(PLAN.stages[1], first="dense_1"),
         ),
     )
-    with pytest.raises(PlanError, match=r"'dense_2' on stage 0 needs node 'dense_1'.*stage 1"):
+    with pytest.raises(PlanError, match="'dense_2' on stage 0 needs 'dense_1' on the later stage"):
         backwards.check(GRAPH)
 
 
@@ -160,14 +148,7 @@ def test_text_that_is_no_plan_is_refused(text):
         Plan.from_json(text)
 
 
-def test_files_that_cannot_be_read_are_refused(tmp_path):
-    with pytest.raises(PlanError, match=r"Cannot read the plan '.*missing.json': No such file"):
-        Plan.load(tmp_path / "missing.json")
-    with pytest.raises(PlanError, match="Cannot read the plan"):
-        Plan.load(tmp_path)
-    (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(PlanError, match=r"broken.json: This is no valid plan"):
-        Plan.load(tmp_path / "broken.json")
+def test_a_huge_file_is_refused_before_it_is_read(tmp_path):
     with (tmp_path / "huge.json").open("wb") as file:
         file.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(PlanError, match="at most"):

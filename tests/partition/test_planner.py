@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import functools
+import re
+
 import keras
-import msgspec
 import numpy as np
 import pytest
 from keras import layers
@@ -39,17 +41,19 @@ def tower(*widths):
     return keras.Model(inputs, x, name="tower")
 
 
+@functools.cache
+def read(build):
+    return extract(build())
+
+
 @pytest.mark.parametrize("build", models.READ, ids=lambda build: build.__name__)
 @pytest.mark.parametrize("balance", ["memory", "flops"])
 def test_every_model_is_planned(build, balance):
-    model = build()
-    graph = extract(model).graph
-    plan = make_plan(model, 2, balance=balance)
+    graph = read(build).graph
+    plan = make_plan(read(build), 2, balance=balance)
     plan.check(graph)
     assert plan.certificate.optimal
     assert set(plan.assignment) == {0, 1}
-    for group in graph.groups:
-        assert len({plan.assignment[node] for node in group}) == 1
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -124,24 +128,19 @@ def test_loops_cannot_recompute():
         make_plan(models.attention_kwargs(), 2, recompute=[1])
 
 
-def is_legal(graph, assignment):
-    """Whether nodes that share statistics are together, and no tie begins behind its first node."""
-    stages = [[assignment[node] for node in sorted(nodes)] for nodes in graph.groups]
-    tied = [[assignment[node] for node in nodes] for nodes in graph.ties]
-    return all(len(set(s)) == 1 for s in stages) and all(s[0] == min(s) for s in tied)
-
-
 @pytest.mark.parametrize("build", models.READ, ids=lambda build: build.__name__)
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_sums_are_no_more_than_stages_need(build, replicas):
     """In any order, and in the order of the nodes all that lasts but what several keep."""
-    graph = extract(build()).graph
+    graph = read(build).graph
     costs = costs_of(graph, 3, replicas=replicas)
     for options in (options_of(), options_of(recompute="all")):
         prices = sums_of(costs, options)
         for seed in range(20):
             assignment = random_stages(graph, 3, seed)
-            if set(assignment) != {0, 1, 2} or not is_legal(graph, assignment):
+            tied = [[assignment[node] for node in nodes] for nodes in graph.ties]
+            legal = not graph.misplaced(assignment) and all(s[0] == min(s) for s in tied)
+            if set(assignment) != {0, 1, 2} or not legal:
                 continue
             stages = costs.stages(assignment, options.in_flight, options.repeats)
             for index, stage in enumerate(stages):
@@ -225,20 +224,6 @@ def test_schedules_that_do_not_train_are_refused(schedule):
         make_plan(tower(8, 8, 8), 2, schedule=schedule)
 
 
-def test_a_limit_holds_with_buffers_or_is_refused():
-    model = tower(*[16] * 8)
-    free = make_plan(model, 3)
-    largest = max(stage.memory_bytes for stage in free.stages)
-    fitting = make_plan(model, 3, memory_limit=largest)
-    assert max(stage.memory_bytes for stage in fitting.stages) <= largest
-    with pytest.raises(PlanError, match="memory limit"):
-        make_plan(model, 3, memory_limit=largest // 3)
-    lasting = [stage.lasting_bytes for stage in free.stages]
-    tight = max(lasting)  # without what there is for a moment
-    with pytest.raises(PlanError, match="memory"):
-        make_plan(model, 3, memory_limit=tight)
-
-
 @pytest.mark.parametrize("balance", ["memory", "flops"])
 def test_unequal_devices_have_limits_of_their_own(balance):
     model = tower(*[16] * 8)
@@ -267,18 +252,11 @@ def test_shared_statistics_that_leave_too_few_stages_are_named():
         make_plan(models.nested_twice(), 5)
 
 
-def test_a_plan_that_parts_shared_statistics_is_refused():
-    model = models.nested_twice()
-    graph, plan = extract(model).graph, make_plan(model, 2)
-    later = [int(i > 3) for i in range(len(graph.nodes))]
-    ends = [
-        {"first": names[0], "last": names[-1], "nodes": len(names)}
-        for names in ([n.name for n in graph.nodes if later[n.id] == s] for s in (0, 1))
-    ]
-    stages = [msgspec.structs.replace(s, **end) for s, end in zip(plan.stages, ends, strict=True)]
-    wrong = msgspec.structs.replace(plan, assignment=tuple(later), stages=tuple(stages))
-    with pytest.raises(PlanError, match=r"share statistics or seeds.*on stages \[0, 1\]"):
-        wrong.check(graph)
+def test_stages_that_part_shared_statistics_are_refused():
+    graph = read(models.nested_twice).graph
+    assert graph.misplaced([0] * len(graph.nodes)) is None
+    wrong = graph.misplaced([int(i > 3) for i in range(len(graph.nodes))])
+    assert re.search(r"share statistics or seeds.*on stages \[0, 1\]", wrong)
 
 
 def test_tied_weights_are_kept_together_where_that_is_free_and_otherwise_priced():

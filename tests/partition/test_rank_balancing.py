@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -41,18 +42,21 @@ def smallest_of_all(work, ranks, bubble_weight=0.0):
     return min(max(rank_totals(own, ranks)) + bubble_weight * max(own) for own in stages)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("bubble_weight", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("num_stages", RANKS)
-def test_the_best_boundaries_of_a_chain(seed, num_stages):
-    work = np.random.default_rng(seed).integers(1, 20, 11).astype(float)
-    problem, ranks = chain(work, num_stages), RANKS[num_stages]
-    moved = balance_ranks(problem, balanced(problem), ranks)
-    best = smallest_of_all(work, ranks)
-    assert (
-        best
-        <= largest(problem, moved, ranks)
-        <= best * (1 + 2 * rank_balancing.LEAST_BUBBLE_WEIGHT)
-    )
+def test_the_best_boundaries_of_a_chain(num_stages, bubble_weight):
+    """The largest stage counts as much as it is told to, and never nothing."""
+    ranks = RANKS[num_stages]
+    for seed in range(5):
+        work = np.random.default_rng(seed).integers(1, 20, 11).astype(float)
+        problem = chain(work, num_stages)
+        moved = balance_ranks(problem, balanced(problem), ranks, bubble_weight)
+        found = largest(problem, moved, ranks) + bubble_weight * max(values(problem, moved))
+        best = smallest_of_all(work, ranks, bubble_weight)
+        slack = 3 * rank_balancing.LAST * work.sum()
+        if not bubble_weight:
+            slack = 2 * rank_balancing.LEAST_BUBBLE_WEIGHT * best
+        assert best <= found <= best + slack
 
 
 def test_where_too_many_to_list_boundaries_are_moved(monkeypatch):
@@ -65,36 +69,20 @@ def test_where_too_many_to_list_boundaries_are_moved(monkeypatch):
     assert listed <= moved < largest(problem, start, ranks)
 
 
-def test_long_graphs_are_not_tried_place_by_place(monkeypatch):
+def test_long_graphs_are_not_tried_place_by_place():
     work = np.random.default_rng(0).random(2000)
     start = (0,) * 100 + (1,) * 100 + (2,) * 1700 + (3,) * 100
-    sizes, scores = [], rank_balancing._Line.scores
-
-    def counted(line, bounds):
-        found = scores(line, bounds)
-        sizes.append(found.size)
-        return found
-
-    monkeypatch.setattr(rank_balancing._Line, "scores", counted)
+    tracemalloc.start()
     moved = balance_ranks(chain(work, 4), start, (0, 1, 0, 1))
-    assert max(sizes) <= rank_balancing.MOST_PLACES**2
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1700 * 1700 * 8
     assert largest(chain(work, 4), moved, (0, 1, 0, 1)) <= 1.001 * work.sum() / 2
 
 
 def test_of_equal_ranks_the_largest_stage_decides_and_then_what_is_cut():
     even = chain([1.0] * 8, 4)
     assert balance_ranks(even, (0, 1, 1, 1, 2, 2, 2, 3), RANKS[4]) == (0, 0, 1, 1, 2, 2, 3, 3)
-
-
-@pytest.mark.parametrize("bubble_weight", [0.1, 0.5])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_largest_stage_counts_as_much_as_it_is_told_to(seed, bubble_weight):
-    work = np.random.default_rng(seed).integers(1, 20, 11).astype(float)
-    problem, ranks = chain(work, 4), RANKS[4]
-    moved = balance_ranks(problem, balanced(problem), ranks, bubble_weight)
-    found = largest(problem, moved, ranks) + bubble_weight * max(values(problem, moved))
-    best = smallest_of_all(work, ranks, bubble_weight)
-    assert best <= found <= best + 3 * rank_balancing.LAST * work.sum()
 
 
 def test_equal_ranks_of_very_unequal_stages_are_no_good_plan():

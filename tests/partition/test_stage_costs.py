@@ -47,15 +47,15 @@ def image(*steps):
 RULES = {
     **{
         name: (lambda name=name: chain((6, 16), start(), layers.Activation(name)))
-        for name in ("relu", "relu6", "leaky_relu", "elu", "selu", "softplus", "tanh", "sigmoid")
+        for name in (
+            *("relu", "relu6", "leaky_relu", "elu", "selu", "softplus", "tanh", "sigmoid", "silu"),
+            *("gelu", "softmax", "exponential", "mish", "hard_sigmoid", "softsign"),
+        )
     },
     **{
-        name: (lambda name=name: chain((6, 16), start(), layers.Activation(name)))
-        for name in ("silu", "gelu", "softmax", "exponential", "mish", "hard_sigmoid", "softsign")
+        f"dense {name}": (lambda name=name: chain((16,), layers.Dense(8, name), layers.Dense(4)))
+        for name in ("relu", "gelu", "silu")
     },
-    "dense relu": lambda: chain((16,), layers.Dense(8, "relu"), layers.Dense(4)),
-    "dense gelu": lambda: chain((16,), layers.Dense(8, "gelu"), layers.Dense(4)),
-    "dense silu": lambda: chain((16,), layers.Dense(8, "silu"), layers.Dense(4)),
     "conv": lambda: image(layers.Conv2D(4, 3, activation="relu")),
     "conv strided": lambda: image(layers.Conv2D(4, 3, strides=2)),
     "depthwise": lambda: image(layers.DepthwiseConv2D(3, activation="relu")),

@@ -16,7 +16,6 @@ from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.cut import Cut, Price, Prices, best_cut
 from tarantella_pp.partition.graph.ideals import Array, Blocks
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Weight
-from tarantella_pp.partition.graph.units import wire_bytes
 from tarantella_pp.partition.options import Settings
 from tarantella_pp.partition.peak_memory import reduction_bytes
 from tarantella_pp.partition.plan.plan_parts import TOLERANCE, Certificate, CutEdge, StagePlan
@@ -257,10 +256,9 @@ def wires(costs: StageCostModel) -> list[tuple[tuple[int, ...], float]]:
     graph, found = costs.graph, []
     for tensor in graph.tensors:
         if tensor.producer is not None and tensor.consumers:
-            sent = wire_bytes(tensor.bytes_per_sample, tensor.dtype, costs.config.wire_dtype)
-            size = costs.rows * sent * (1 + tensor.has_gradient)
-            nodes = (tensor.producer, *tensor.consumers)
-            found.append((nodes, float(size + costs.mask_bytes(tensor))))
+            cut = costs.cut(tensor, 0, ())
+            size = costs.config.sent(cut) * (1 + tensor.has_gradient) + cut.mask_bytes
+            found.append(((tensor.producer, *tensor.consumers), float(size)))
     for nodes, weights in graph.ties.items():
         found.append((nodes, float(sum(_copy_bytes(graph.weights[w]) for w in weights))))
     return found
@@ -307,9 +305,8 @@ class StageMemory:
         held, again = options.in_flight[stage], options.repeats.get(stage, 0)
         edges = (*received, *sent)
         size = costs.stage(nodes, stage, last, held, again, edges, users).memory_bytes
-        wire = options.wire_dtype
-        arriving = [[cut.sent_bytes(wire) + cut.mask_bytes for cut in received]]
-        arriving += [[cut.sent_bytes(wire) for cut in sent if cut.has_gradient]]
+        arriving = [[options.sent(cut) + cut.mask_bytes for cut in received]]
+        arriving += [[options.sent(cut) for cut in sent if cut.has_gradient]]
         together = [sum(sizes) for sizes in arriving]
         # From one stage only where there is no other.
         alone = [stage == 1, stage == last - 1]

@@ -75,13 +75,9 @@ def _figures(
     plan: Plan, graph: LayerGraph, in_flight: tuple[int, ...]
 ) -> tuple[tuple[StagePlan, ...], tuple[CutEdge, ...]]:
     """What the planner's rules say of the stages of a plan."""
-    repeats: dict[int, int] = {}
-    if plan.recompute:
-        counts = plan.schedule_spec().held_whole(plan.num_micro_batches, plan.except_last)
-        repeats = {stage: counts[stage] for stage in plan.recompute}
     slots = optimizer_state_bytes(None, graph.weights)
     costs = StageCostModel(graph, slots, plan, outputs=plan.outputs)
-    return costs.stages(plan.assignment, in_flight, repeats), costs.cuts(plan.assignment)
+    return costs.stages(plan.assignment, in_flight, plan.repeats), costs.cuts(plan.assignment)
 
 
 def ways_to_less_memory(plan: Plan) -> str:

@@ -162,6 +162,14 @@ class Plan(
         custom = Schedule.from_text(self.schedule_text)
         return ScheduleSpec.of_custom(custom, self.num_stages, num_ranks)
 
+    @property
+    def repeats(self) -> dict[int, int]:
+        """Stages that repeat their forward pass, and how many micro-batches they hold all of."""
+        if not self.recompute:
+            return {}
+        counts = self.schedule_spec().held_whole(self.num_micro_batches, self.except_last)
+        return {stage: counts[stage] for stage in self.recompute}
+
     def check(self, graph: LayerGraph) -> None:
         """Raises a `PlanError` that names what differs, if this is a plan of another model."""
         if self.fingerprint != graph.fingerprint():

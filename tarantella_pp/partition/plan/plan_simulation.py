@@ -180,13 +180,10 @@ class PlanSimulation:
 
     def _held_again(self, spec: ScheduleSpec) -> dict[int, float]:
         """Stages that recompute, with what they make again and hold, over what was planned."""
-        plan = self.plan
-        if not plan.recompute:
-            return {}
         # Bytes of one plan's micro-batches, scaled by how many another schedule holds at a time.
-        planned = plan.schedule_spec().held_whole(plan.num_micro_batches, plan.except_last)
-        now = spec.held_whole(self.micro_batches, plan.except_last)
-        return {stage: now[stage] / planned[stage] for stage in plan.recompute}
+        planned = self.plan.repeats
+        now = spec.held_whole(self.micro_batches, self.plan.except_last) if planned else ()
+        return {stage: now[stage] / held for stage, held in planned.items()}
 
     def _stage(
         self, index: int, mean: float, seconds: tuple[float, float], held_again: float | None

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ HOSTS = ("node-1", "node-2")
 ALONE = ("On a laptop", "On one node")
 ON_HOSTS = ("On several hosts", "When it is slow", "When a host dies")
 IN_SLURM = ("With Slurm",)
+TRAINED = ("On a laptop", "When it is slow", "When a host dies")
 Run = Callable[[str], Result]
 pytestmark = pytest.mark.mpi
 
@@ -39,9 +41,20 @@ COMMANDS = {title: "".join(texts).splitlines() for title, texts in blocks("bash"
 HOSTFILE, SHOWN = blocks("text")["On several hosts"]
 
 
-def runs(python: str, folder: Path, *inside: str, hosts: str = "", **environment: str) -> Run:
+# In place of the example, where it is the launcher that matters.
+STUB = "import mpi4py.MPI\nfor epoch in range(4):\n    print('loss:', epoch)\n"
+
+
+def runs(
+    python: str, folder: Path, *inside: str, title: str, hosts: str = "", **environment: str
+) -> Run:
     """Returns what runs a command in a folder with the examples, as a user would."""
-    (folder / "examples").symlink_to(ROOT / "examples")
+    if title in TRAINED:
+        (folder / "examples").symlink_to(ROOT / "examples")
+    else:
+        (folder / "examples").mkdir()
+        (folder / "examples" / "resume.py").write_text(STUB)
+        shutil.copy(ROOT / "examples" / "slurm.sbatch", folder / "examples")
     (folder / "hosts").write_text(hosts)
     program(folder, "python", f'exec {python} "$@"')
     path = os.pathsep.join([str(folder / "bin"), environment.pop("PATH", os.environ["PATH"])])
@@ -72,8 +85,10 @@ def check(title: str, run: Run) -> dict[str, Result]:
 
 
 @contextlib.contextmanager
-def two_hosts(python: str, folder: Path, hosts: str) -> Iterator[Run]:
+def two_hosts(python: str, folder: Path, title: str) -> Iterator[Run]:
     """What runs a command on the first of two hosts, which reaches the other with `ssh`."""
+    # But for the section about them, one rank of each host shows as much.
+    hosts = HOSTFILE.replace(":2", ":1") if title in TRAINED else HOSTFILE
     own, shared = folder / "network", folder / "shared"
     own.mkdir()
     shared.mkdir()
@@ -82,7 +97,7 @@ def two_hosts(python: str, folder: Path, hosts: str) -> Iterator[Run]:
         given = {"UCX_TLS": "tcp,self", "TMPDIR": str(first.tmp)}
         program(shared, "tarantella", f'exec {python} -m tarantella_pp "$@"')
         program(shared, "ssh", f'exec {made.remote_shell} "$@"')
-        yield runs(python, shared, *first.inside(), hosts=hosts, **given)
+        yield runs(python, shared, *first.inside(), title=title, hosts=hosts, **given)
         assert [host.leftovers() for host in made.hosts] == [[], []]
 
 
@@ -99,7 +114,7 @@ def test_every_section_with_commands_is_run() -> None:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_commands_for_one_host(python: str, title: str, tmp_path: Path) -> None:
     program(tmp_path, "tarantella", f'exec {python} -m tarantella_pp "$@"')
-    results = check(title, runs(python, tmp_path))
+    results = check(title, runs(python, tmp_path, title=title))
     told = [re.findall("^loss: .*", result.stdout, re.MULTILINE) for result in results.values()]
     assert len([losses for losses in told if len(losses) == 4]) == {"On a laptop": 2}.get(title, 1)
 
@@ -112,11 +127,10 @@ def test_commands_for_one_host(python: str, title: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("title", ON_HOSTS)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_commands_for_several_hosts(python: str, title: str, tmp_path: Path) -> None:
-    whole = title == "On several hosts"  # elsewhere one rank of each host shows as much
-    with two_hosts(python, tmp_path, HOSTFILE if whole else HOSTFILE.replace(":2", ":1")) as run:
+    with two_hosts(python, tmp_path, title) as run:
         results = check(title, run)
     told = "".join(result.stdout for result in results.values())
-    if whole:
+    if title == "On several hosts":
         tables = results["tarantella doctor --hostfile hosts"].stdout
         assert words(tables).replace("Open MPI v#", "MPICH #") == words(SHOWN)
         assert "# host node-1: ranks 0 to 1\n# host node-2: ranks 2 to 3\n" in told
@@ -153,5 +167,5 @@ def test_commands_for_slurm(python: str, title: str, tmp_path: Path) -> None:
         "SRUN_CALLS": str(calls),
         "SRUN_MPIEXEC": " ".join(find_mpiexec(python) or ()),
     }
-    check(title, runs(python, tmp_path, **given))
+    check(title, runs(python, tmp_path, title=title, **given))
     assert calls.read_text().count(" --ntasks=2 ") == len(COMMANDS[title])

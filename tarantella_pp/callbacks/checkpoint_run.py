@@ -51,11 +51,7 @@ logger = logging.getLogger(__name__)
 # A checkpoint that is due at the last step of an epoch waits for the epoch's end: the epoch is
 # counted there, and what callbacks do with its logs belongs into the checkpoint.
 class CheckpointRun(keras.callbacks.Callback):
-    """Takes the place of a `Checkpoint` in one `fit`, behind all other callbacks.
-
-    Attributes:
-        preemption: Whether SIGTERM has asked this rank to end.
-    """
+    """Takes the place of a `Checkpoint` in one `fit`, behind all other callbacks."""
 
     def __init__(
         self,

@@ -113,11 +113,7 @@ EXIT_CODE = 75
 
 
 class Preemption:
-    """Whether SIGTERM has asked this rank to end.
-
-    Attributes:
-        asked: Whether it has.
-    """
+    """Whether SIGTERM has asked this rank to end."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -144,10 +144,7 @@ def listed(callbacks: Any) -> list[Any]:
 
 
 def _gathering(board: keras.callbacks.TensorBoard, model: Any, *, follows: bool) -> Any:
-    """Does what takes all ranks at the end of epochs in which a `TensorBoard` looks at weights.
-
-    It stands before the board in the list, and for it on ranks that have none.
-    """
+    """Does, before a `TensorBoard` or for it, what takes all ranks where it looks at weights."""
 
     def gather(epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         if board.histogram_freq and epoch % board.histogram_freq == 0:

@@ -68,12 +68,7 @@ _TRIES = 0
 
 
 class ReplicaSteps:
-    """Runs the steps of a model on all ranks; each has the whole model.
-
-    Attributes:
-        communicator: The replicas.
-        feed: Hands every rank its samples.
-    """
+    """Runs the steps of a model on all ranks; each has the whole model."""
 
     def __init__(self, model: Any, ranks: Communicator, gradient_dtype: str | None) -> None:
         self.communicator = ranks

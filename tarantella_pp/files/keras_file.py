@@ -40,15 +40,10 @@ _LARGEST_BOMB, _MOST_EXPANSION = 256 * _MIB, 100
 
 
 class KerasFile:
-    """A whole model that Keras has saved, or one of its distributed models.
-
-    Attributes:
-        name: What to call it in errors.
-        config: The description of the model, its compilation included.
-    """
+    """A whole model that Keras has saved, or one of its distributed models."""
 
     def __init__(self, filepath: Any) -> None:
-        self.name = f"'{filepath}'"
+        self.name = f"'{filepath}'"  # in errors
         with contextlib.ExitStack() as stack:
             try:
                 self._file: Any = stack.enter_context(open(filepath, "rb"))
@@ -220,10 +215,7 @@ def _read(
 
 
 def layers_of_others(model: keras.Model, needed: Iterable[Any]) -> list[Any]:
-    """The layers of a model that need not be read on this rank; lets go what it has of them.
-
-    A layer that keeps more than variables is read everywhere.
-    """
+    """The layers of a model that need not be read on this rank; lets go what it has of them."""
     own = {id(variable) for variable in needed}
     found = []
     for layer in sublayers(model):

@@ -67,17 +67,13 @@ def sha256_of(path: Path) -> str:
 
 
 class TensorFile:
-    """A file of tensors to read from, whose checksum is right.
-
-    Attributes:
-        slots: What is in it, as in its header.
-    """
+    """A file of tensors to read from, whose checksum is right."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            self.slots: dict[str, Any] = json.loads(file.read(length))
+            self.slots: dict[str, Any] = json.loads(file.read(length))  # its header
         self._start = 8 + length
 
     def read(self, name: str) -> Array:

@@ -42,10 +42,7 @@ def as_sliced(arrays: Any) -> Any:
 
 
 def order_of(adapter: Any) -> DataAdapter:
-    """An adapter that gives the numbers of the samples of each batch instead of the samples.
-
-    It draws them as the adapter of the arrays would, from the same seed.
-    """
+    """An adapter that gives the numbers of the samples of each batch, drawn from the same seed."""
     numbers = np.arange(adapter._num_samples)
     return ArrayDataAdapter(numbers, batch_size=adapter._batch_size, shuffle=adapter._shuffle)
 
@@ -167,10 +164,7 @@ def _names_of_keras(callback: Any) -> tuple[str, ...]:
 
 
 def make_its_folder(checkpoint: Any) -> None:
-    """Has the folder of a `ModelCheckpoint` made where another rank may be quicker.
-
-    Keras itself looks whether there is one, and fails if it comes meanwhile.
-    """
+    """Has a `ModelCheckpoint` find its folder, as Keras fails where another rank is quicker."""
     path_of = type(checkpoint)._get_file_path
 
     def path(*given: Any) -> str:

@@ -21,10 +21,7 @@ get_mask, set_mask = backend.get_keras_mask, backend.set_keras_mask
 
 
 def network_of(model: Any) -> Any:
-    """Returns the Functional that holds a model's operations; `None` where there is none.
-
-    A Functional holds them itself, a built Sequential has one inside.
-    """
+    """Returns the Functional that holds a model's operations; `None` where there is none."""
     if isinstance(model, Functional):
         return model
     if isinstance(model, keras.Sequential):
@@ -113,10 +110,8 @@ def trained_variables(operation: Any) -> list[Any]:
 
 
 def reads_variables(network: Any) -> bool:
-    """Returns whether an operation in a Functional that is no layer takes a variable as argument.
-
-    Such a read depends on the dtype scope that the model around it opens.
-    """
+    """Whether an operation in a Functional that is no layer takes a variable as argument."""
+    # Such a read depends on the dtype scope that the model around it opens.
     return any(
         _variables_in(node.arguments)
         for node in ordered_nodes(network)

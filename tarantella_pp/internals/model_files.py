@@ -96,10 +96,7 @@ def save_weights(model: keras.Model, path: Path, rows_of: RowsOf) -> None:
 def save_state(
     model: keras.Model, archive: zipfile.ZipFile, scratch: Path, rows_of: RowsOf
 ) -> None:
-    """Writes the state of a model and its optimizer into a `.keras` file, large values in pieces.
-
-    Keras itself has all of it in memory meanwhile.
-    """
+    """Writes a model and its optimizer into a `.keras` file, of which Keras has all in memory."""
     weights = _WrittenFile(scratch, rows_of)
     assets = saving_lib.DiskIOStore(ASSETS, archive=archive, mode="w")
     visited: set[int] = set()

@@ -213,10 +213,7 @@ def outside_stateless_scopes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def given_values_kept() -> Iterator[None]:
-    """Lets variables that are made of values, not of initializers, have them in stateless scopes.
-
-    Optimizers make such variables, and layers that are given arrays.
-    """
+    """Lets variables that are made of values (of optimizers, say) have them in stateless scopes."""
     maker: Any = next(kind for kind in keras.Variable.__mro__ if "__init__" in vars(kind))
     make = maker.__init__
 

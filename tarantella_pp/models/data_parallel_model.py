@@ -171,11 +171,7 @@ def _with_own_steps(
     gradient_dtype: str | None = None,
     **options: Any,
 ) -> Any:
-    """Makes a model that runs another one's steps on all ranks, with a share of each batch on each.
-
-    It has all attributes in common with the user's model, which stays one of the user's class: its
-    steps run as they are, and it is saved as ever.
-    """
+    """Makes a model that runs the steps of another on all ranks, a share of each batch on each."""
     if given := {name: value for name, value in options.items() if value}:
         steps = ", ".join(model_validation.own_steps_of(type(model))) or "its metrics"
         raise ConfigurationError(

@@ -78,10 +78,7 @@ def deferred_init() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_shapes() -> Iterator[None]:
-    """Lets models be built that are to be planned only: their weights never have values.
-
-    Optimizers and other variables that are made of values have them. What is assigned is lost.
-    """
+    """Lets models be built that are to be planned only: no values but those that are given."""
     made: list[Any] = []
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, DEEPEST))

@@ -393,7 +393,8 @@ def refusals(folder):
             messages.append(record.getMessage())
 
     def load(name, **options):
-        return tnt.models.load_model(folder / f"{name}.keras", num_stages=2, **options)
+        options = {"num_stages": 2, "num_micro_batches": 1, "balance": "memory", **options}
+        return tnt.models.load_model(folder / f"{name}.keras", **options)
 
     logging.getLogger("tarantella_pp.models").addHandler(Kept())
     objects = {"Unregistered": Unregistered}

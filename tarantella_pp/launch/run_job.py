@@ -132,12 +132,12 @@ class JobRun:
 
     def _wait(self, mpi: subprocess.Popen[bytes]) -> int:
         """Looks at the records until the job has ended or must be ended."""
-        records, start = self._records, time.monotonic()
+        records, start, settled = self._records, time.monotonic(), False
         while True:
             self._take(POLL_SECONDS)
             gone = mpi.poll() is not None
             if gone:  # its ranks' last records may still be on their way
-                self._settle()
+                self._settle(SETTLE_SECONDS)
             failure = records.first_failure() or self._on_dead_host(mpi.pid)
             if self._stopped_by is not None:
                 if gone or records.all_in(*ENDED) or time.monotonic() > self._deadline:
@@ -146,12 +146,15 @@ class JobRun:
                     self._passed_on = True
                     mpi.send_signal(self._launcher.signal_for(self._stopped_by))
             elif failure is not None:
-                self._settle()
+                self._settle(SETTLE_SECONDS)
                 return self._report_failure(records.first_failure() or failure, mpi)
             elif records.all_in(FINISHED):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     mpi.wait(CLOSING_SECONDS)
                 return Exit.OK
+            elif gone and not settled:  # on a busy host they take longer
+                settled = True
+                self._settle(CLOSING_SECONDS)
             elif gone:
                 missing, what = records.missing(), "its ranks were still at work (MPI_Abort?)"
                 what = f"ranks {missing} never started{self._advice()}" if missing else what
@@ -171,9 +174,9 @@ class JobRun:
             while True:
                 self._records.take(self._lines.get_nowait())
 
-    def _settle(self) -> None:
-        """Takes records on their way, for a moment."""
-        self._stderr.finish(SETTLE_SECONDS)
+    def _settle(self, seconds: float) -> None:
+        """Takes records on their way, for a moment, or until there can be no more."""
+        self._stderr.finish(seconds)
         self._take(0.0)
 
     def _on_dead_host(self, mpi: int) -> Record | None:

@@ -16,7 +16,7 @@ PROGRAM = """
     from tarantella_pp.launch import run_job
     from tarantella_pp.launch.hosts import HostRanks
     from tarantella_pp.launch.mpi_launchers import Mpich
-    run_job.CLOSING_SECONDS = 1.0
+    run_job.CLOSING_SECONDS = 3.0
     run_job.START_SECONDS = 3.0
     command, hosts = [sys.executable, "-c", sys.argv[1]], [HostRanks(h, 0, 2) for h in sys.argv[2:]]
     sys.exit(run_job.JobRun(Mpich("mpiexec"), 2, hosts=hosts).run(command, dict(os.environ)))

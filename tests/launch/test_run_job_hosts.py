@@ -97,7 +97,7 @@ def test_a_rank_that_fails_on_another_host_is_named(
         result = job.result()
     (headline,) = [line for line in result.stderr.splitlines() if "failed first" in line]
     who = f"tarantella: rank {per_host} of {2 * per_host} on host beta failed first: "
-    assert headline.startswith(who)
+    assert who in headline  # Open MPI may have written a zero before it
     assert cause in headline
     assert result.code == code
     assert result.stderr.count("Traceback (most recent") == ("ValueError" in cause)

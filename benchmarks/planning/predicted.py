@@ -29,9 +29,9 @@ import numpy as np
 import tarantella_pp as tnt
 from benchmarks.planning.machine import ComputeProbes, slowest_link
 from benchmarks.planning.machine import machine_of as machine_of_ranks
+from benchmarks.planning.rules import even_parts
 from benchmarks.planning.shared_cores import shared_step_seconds
 from benchmarks.sized_models import gpt
-from tarantella_pp.partition.baselines import even_parts
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.plan.hardware_spec import machine_of
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation

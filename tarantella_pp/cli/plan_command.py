@@ -1,233 +1,218 @@
-"""`tarantella plan`: makes, shows, checks and compares plans; `compare` and `diff` are here."""
+"""`tarantella plan`: makes, shows and checks plans."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-from tarantella_pp.cli import inputs, plan_make
+from tarantella_pp.cli import inputs
 from tarantella_pp.cli.inputs import positive_int
-from tarantella_pp.cli.output import add_subcommands, table, write_json, write_table
-from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.cli.output import (
+    FAILURE,
+    add_subcommands,
+    check_target,
+    one_line,
+    write_json,
+    write_table,
+)
+from tarantella_pp.errors import ConfigurationError, PlanError
 
 if TYPE_CHECKING:
-    from tarantella_pp.partition.baselines import Comparison
-    from tarantella_pp.partition.options import Settings
+    from tarantella_pp.partition.graph.layer_graph import LayerGraph
+    from tarantella_pp.partition.options import Recompute
     from tarantella_pp.partition.plan.plan import Plan
-    from tarantella_pp.partition.planner import Planner
-
-DESCRIPTION = """\
-Prices four plans by their largest stage: ours; equal numbers of layers; parameter balance, as
-DeepSpeed's partition_method="parameters"; cost balance, close to how torchgpipe balances. The
-other rules cut the order of the graph; ours chooses among all orders. With --balance also the
-stages that it gives."""
-# What `plan diff` compares of stages.
-_FIGURES = ("memory_bytes", "flops")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `tarantella plan` and their options."""
-    make, show, check, diff, compare = add_subcommands(
+    make, show, check = add_subcommands(
         parser,
-        make=(plan_make.make, "plan the stages of a model or of a graph"),
-        show=(plan_make.show, "print the table of a plan"),
-        check=(plan_make.check, "check that a plan belongs to a model"),
-        diff=(run_diff, "say what two plans do differently"),
-        compare=(run_compare, "compare with the rules by which other libraries cut"),
+        make=(_make, "plan the stages of a model or of a graph"),
+        show=(_show, "print the table of a plan"),
+        check=(_check, "check that a plan belongs to a model"),
     )
-    plan_make.add_make(make)
+    _add_make(make)
     for subcommand in (show, check):
         subcommand.add_argument("plan", metavar="PLAN", help="the plan's JSON file")
-    plan_make.add_page(show)
+    for subcommand in (make, show):
+        subcommand.add_argument("--html", nargs="?", const="", metavar="FILE",
+            help="write a page with stages, memory, timeline and layer graph, which needs no "
+            "network: into a file or a folder (default: here, named after the model)")  # fmt: skip
     check.add_argument("model", metavar="MODEL", help=inputs.HELP)
-    diff.add_argument("before", metavar="BEFORE", help="JSON file of the first plan")
-    diff.add_argument("after", metavar="AFTER", help="JSON file of the second plan")
-    _add_compare(compare)
-    for subcommand in (make, show, check, diff, compare):
+    for subcommand in (make, show, check):
         subcommand.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.epilog = (
         "exit codes: 0 done; 1 failed, or the plan does not fit; 2 usage, or a malformed file."
     )
 
 
-def _add_compare(parser: argparse.ArgumentParser) -> None:
+def _add_make(parser: argparse.ArgumentParser) -> None:
+    """Adds what a plan is asked for."""
     parser.usage = "%(prog)s MODEL --stages S [options]"
-    parser.description = DESCRIPTION
     add = parser.add_argument
     add("model", metavar="MODEL", help=inputs.HELP)
     add("--stages", dest="num_stages", type=positive_int, metavar="S",
-        help="number of pipeline stages (default: as many as --balance has)")  # fmt: skip
-    add("--balance", metavar="N,N,...",
-        help="a number of layers for each stage, to be priced, too, e.g. 526,551")  # fmt: skip
-    plan_make.add_model_options(parser)
+        help="number of pipeline stages")  # fmt: skip
+    add("--ranks", dest="num_ranks", type=positive_int, metavar="N",
+        help="ranks for stages x replicas, instead of these: choose the fastest")  # fmt: skip
+    add("--stages-per-rank", type=positive_int, metavar="V",
+        help="stages of a rank (default: 2 with interleaved and zb-v, else 1)")  # fmt: skip
+    add("--balance", type=_balance, metavar="WHAT",
+        help="memory, flops or time (default: with which a step is fastest), or a number of layers "
+        "for each stage: 526,551")  # fmt: skip
+    add("--memory-limit", type=_limits, metavar="BYTES",
+        help="memory of a stage, e.g. 16GB, or one for each stage: 16GB,8GB")  # fmt: skip
+    add("--batch-size", type=positive_int, metavar="N", help="samples of a step (default: 32)")
+    add("--micro-batches", dest="num_micro_batches", type=positive_int, metavar="M",
+        help="micro-batches of a step (default: as make_plan chooses)")  # fmt: skip
+    add("--schedule", metavar="NAME",
+        help="gpipe, 1f1b, eager-1f1b, zb-h1, interleaved, zb-v, zb-auto or the text file of a "
+        "schedule (default: the fastest of some, else 1f1b)")  # fmt: skip
+    machines = f"{inputs.MACHINE} (default: a core, or the GPU that is there)"
+    add("--machine", metavar="NAME", help=machines)
+    add("--optimizer", metavar="NAME",
+        help="whose state counts as memory (default: the model's, else Adam's)")  # fmt: skip
+    add("--recompute", type=_recompute, metavar="STAGES",
+        help="activation checkpointing: all, except_last, none, or stages such as 0,1 or "
+        "0:except_last,1 that repeat their forward pass to save memory, of all micro-batches or of "
+        "all but the last (default: only where a limit needs it)")  # fmt: skip
+    add("--replicas", dest="num_replicas", type=positive_int, metavar="R",
+        help="pipelines side by side, which share the batch (default: 1)")  # fmt: skip
+    add("--placement", choices=("pipelines-together", "replicas-together"),
+        help="which ranks are neighbours: a pipeline's (default) or a stage's")  # fmt: skip
+    add("--fusion-threshold", metavar="BYTES",
+        help="most bytes of gradients that replicas sum at a time (default: 32MiB)")  # fmt: skip
+    add("--shard-optimizer", action="store_true", default=None,
+        help="replicas share out the optimizer state (ZeRO-1)")  # fmt: skip
+    add("--gradient-dtype", choices=("bfloat16",),
+        help="in what gradients travel between replicas (default: as they are)")  # fmt: skip
+    add("--wire-dtype", choices=("bfloat16",),
+        help="in what activations and their gradients travel (default: as they are)")  # fmt: skip
+    add("-o", "--output", metavar="FILE", help="write the plan to this JSON file")
 
 
-def run_compare(arguments: argparse.Namespace) -> int:
-    """Prints the comparison, of memory and of FLOPs."""
-    model = inputs.build_without_weights(arguments.model)
-    with inputs.quiet_keras("A comparison"):
-        from tarantella_pp.models.make_plan import default_machine
-    from tarantella_pp.partition.options import PlanOptions, assignment_of
-    from tarantella_pp.partition.plan.hardware_spec import machine_of
-    from tarantella_pp.partition.planner import Planner
+def _balance(text: str) -> str | list[int]:
+    """Reads what is balanced, or numbers of layers; all else is for the planner to judge."""
+    parts = text.split(",")
+    return [int(part) for part in parts] if all(part.strip().isdigit() for part in parts) else text
 
-    given = plan_make.given_balance(arguments.balance)
-    if given is None and arguments.balance is not None:
+
+def _limits(text: str) -> str | list[str]:
+    """Reads a limit, or one for each stage."""
+    return text.split(",") if "," in text else text
+
+
+def _recompute(text: str) -> Recompute:
+    """Reads stages, each with what it repeats or without."""
+    pairs = [part.partition(":") for part in text.split(",")]
+    stages = {stage for stage, *_ in pairs if stage.isdecimal()}
+    if len(stages) < len(pairs):
+        return text
+    return {int(stage): how if colon else "all" for stage, colon, how in pairs}
+
+
+def _make(arguments: argparse.Namespace) -> int:
+    """Makes the plan, writes it to its file, draws and prints it."""
+    from tarantella_pp.partition.options import PlanOptions
+
+    check_target("--output", arguments.output)
+    _check_page(arguments)
+    given = {name: getattr(arguments, name, None) for name in PlanOptions.__dataclass_fields__}
+    options = {name: value for name, value in given.items() if value is not None}
+    counted = {"num_stages", "num_ranks"} & {*options} or isinstance(arguments.balance, list)
+    if not counted and not Path(arguments.schedule or "").is_file():
         raise ConfigurationError(
-            f"Expected numbers of layers such as 526,551. Received: --balance={arguments.balance}"
+            "Expected --stages, or --ranks to choose their number. Received: neither"
         )
-    stages = arguments.num_stages or len(given or ())
-    if not stages or (given is not None and len(given) != stages):
+    # Time is measured, which needs weights.
+    timed = arguments.balance == "time" and not inputs.is_graph(arguments.model)
+    build = inputs.build_model if timed else inputs.build_without_weights
+    model = build(arguments.model)
+    with inputs.quiet_keras("A plan"):
+        from tarantella_pp import make_plan
+
+    if arguments.optimizer is None:
+        options["optimizer"] = inputs.optimizer_of(arguments.model, model)
+    plan = make_plan(model, **options)
+    if arguments.output is not None:
+        plan.save(arguments.output)
+    graph = None if arguments.html is None else _graph_of(arguments.model, model)
+    return _write(plan, graph, arguments)
+
+
+def _graph_of(source: str, model: Any) -> LayerGraph:
+    """Returns the layer graph of a MODEL."""
+    if inputs.is_graph(source):
+        return cast("LayerGraph", model.graph)
+    from tarantella_pp.partition.graph.keras_reader import extract
+
+    return extract(model).graph
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    """Prints the plan, and draws it where that is asked for."""
+    _check_page(arguments)
+    return _write(inputs.load_plan(arguments.plan), None, arguments)
+
+
+def _check_page(arguments: argparse.Namespace) -> None:
+    """Checks, before the work is done, that a page has a place."""
+    given = arguments.html
+    if not given or Path(given).is_dir():
+        return
+    if not given.endswith(".html"):
         raise ConfigurationError(
-            "Expected --stages, --balance, or both of as many stages. "
-            f"Received: --stages={arguments.num_stages}, --balance={arguments.balance}"
+            f"Expected a file that ends in .html, or a folder. Received: --html={given}"
         )
-    chosen = plan_make.model_options(arguments)
-    optimizer = chosen.pop("optimizer", None) or inputs.optimizer_of(arguments.model, model)
-    machine = machine_of(chosen.pop("machine")) if "machine" in chosen else default_machine()
-    planner = Planner.of(model, optimizer, machine=machine)
-    nodes = len(planner.graph.nodes)
-    if stages > nodes:
-        raise ConfigurationError(
-            f"{arguments.model} has {nodes} operations. Received: --stages={stages}"
-        )
-    own = {} if given is None else {"given": assignment_of(planner.graph, given)}
-    comparisons = []
-    for balance in ("memory", "flops"):
-        options = PlanOptions(num_stages=stages, balance=balance, **chosen).settled()
-        comparisons.append(_compared(planner, options, own))
+    check_target("--html", given)
+
+
+def _write(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) -> int:
+    """Writes a plan to stdout, and its page if one is asked for; returns the exit code."""
+    if arguments.html is not None:
+        _write_page(plan, graph, arguments)
     if arguments.json:
-        objectives = {one.objective: one.to_dict() for one in comparisons}
-        write_json({"model": planner.model, "num_stages": stages, "objectives": objectives})
+        sys.stdout.write(f"{plan.to_json()}\n")
     else:
-        write_table(*_tables(planner.model, stages, comparisons))
+        write_table(plan)
     return 0
 
 
-def _compared(planner: Planner, options: Settings, own: dict[str, tuple[int, ...]]) -> Comparison:
-    """Prices the largest stage of our plan, of the rules' plans and of a given balance."""
-    import numpy as np
+def _write_page(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) -> None:
+    from tarantella_pp.partition.plan.page import render_html
 
-    from tarantella_pp.partition.baselines import OURS, Comparison, by_rules
-    from tarantella_pp.partition.best_stages import state_sums, sums_of
-
-    costs = planner.costs(options)
-
-    def value(assignment: Sequence[int]) -> float:
-        if options.balance == "flops":
-            return float(np.bincount(assignment, costs.flops()).max())
-        stages = costs.stages(assignment, options.in_flight, options.repeats)
-        return float(max(stage.memory_bytes for stage in stages))
-
-    ours = planner.solve(options)
-    rules = by_rules(planner.blocks, sums_of(costs, options), state_sums(costs))
-    values = {name: value(a) for name, a in {OURS: ours.assignment, **rules, **own}.items()}
-    return Comparison(options.balance, ours.certificate, values)
+    path = Path(arguments.html)
+    if not arguments.html or path.is_dir():
+        name = re.sub(r"[^\w.-]+", "_", plan.model).strip("._")[:80] or "plan"
+        path /= f"{name}.html"
+    try:
+        path.write_text(render_html(plan, graph), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"Cannot write '{path}': {error.strerror}. Name a file that can be written."
+        ) from error
+    if not arguments.json:
+        write_table(f"Wrote {path}.")
 
 
-def _tables(name: str, num_stages: int, comparisons: Sequence[Comparison]) -> list[Any]:
-    """Makes the table: a row for each rule, a value and a ratio for each objective."""
-    from rich.text import Text
-
-    titles = {"memory": "Memory", "flops": "FLOPs"}
-    rows = []
-    for rule in comparisons[0].values:
-        cells = [rule]
-        for one in comparisons:
-            ratio = one.ratio(rule)
-            cells += [f"{one.values[rule]:.6g}", "-" if ratio is None else f"{ratio:.3f}"]
-        rows.append(cells)
-    heads = [head for one in comparisons for head in (titles[one.objective], "/ ours")]
-    title = Text(f"Largest stage of '{name}' on {num_stages} stages", style="bold")
-    proofs = [
-        Text(f"{titles[one.objective]} of ours: {proof.verdict()} ({proof.method}).")
-        for one in comparisons
-        for proof in (one.certificate,)
-    ]
-    return [title, table(["Rule", *heads], rows, left=("Rule",)), *proofs]
-
-
-def run_diff(arguments: argparse.Namespace) -> int:
-    """Prints the difference; plans that differ are no failure."""
-    changes = _difference(inputs.load_plan(arguments.before), inputs.load_plan(arguments.after))
+def _check(arguments: argparse.Namespace) -> int:
+    """Says whether the plan fits; returns 1 if it does not."""
+    plan = inputs.load_plan(arguments.plan)
+    try:
+        plan.check(_graph_of(arguments.model, inputs.build_without_weights(arguments.model)))
+    except PlanError as error:
+        if not arguments.json:
+            raise
+        write_json({"fits": False, "difference": one_line(error)})
+        return FAILURE
     if arguments.json:
-        write_json(changes)
-    elif changes["same"]:
-        write_table("The plans are the same.")
+        write_json({"fits": True, "difference": None})
     else:
-        write_table(*_lines(changes), _stage_table(changes["stages"]))
+        write_table(
+            f"{arguments.plan} is a plan of {arguments.model}: {len(plan.assignment)} nodes on "
+            f"{plan.num_stages} stages."
+        )
     return 0
-
-
-def _difference(before: Plan, after: Plan) -> dict[str, Any]:
-    """Returns options, nodes and stages that differ, ready for JSON."""
-    # Nodes are known by their names; names that Keras has numbered anew by their places, where both
-    # plans are of the same model.
-    from tarantella_pp.partition.plan.plan_parts import PlanConfig
-
-    same = before.fingerprint == after.fingerprint
-    old, new = before.node_names, before.node_names if same else after.node_names
-    names = ("model", *PlanConfig.__struct_fields__, "optimizer", "schedule_text")
-    both = {name: (getattr(before, name), getattr(after, name)) for name in names}
-    here, there = set(old), dict(zip(new, after.assignment, strict=True))
-    stages = [
-        {name: (getattr(a, name, None), getattr(b, name, None)) for name in _FIGURES}
-        for a, b in itertools.zip_longest(before.stages, after.stages)
-    ]
-    changes = {
-        "options": {name: pair for name, pair in both.items() if pair[0] != pair[1]},
-        "removed": [name for name in old if name not in there],
-        "added": [name for name in new if name not in here],
-        "moves": list(_moves(old, before.assignment, there)),
-    }
-    alike = all(a == b for stage in stages for a, b in stage.values())
-    return {"same": alike and not any(changes.values()), **changes, "stages": stages}
-
-
-def _moves(
-    names: Sequence[str], stages: Sequence[int], there: dict[str, int]
-) -> Iterator[dict[str, Any]]:
-    """Yields runs of nodes that go from one stage to the same other one."""
-    pairs = zip(names, stages, strict=True)
-    common = [(name, before, there[name]) for name, before in pairs if name in there]
-    for (before, after), run in itertools.groupby(common, lambda found: found[1:]):
-        nodes = [name for name, _, _ in run]
-        if before != after:
-            ends = {"first": nodes[0], "last": nodes[-1], "nodes": len(nodes)}
-            yield {**ends, "before": before, "after": after}
-
-
-def _lines(changes: dict[str, Any]) -> Iterator[str]:
-    """Says what differs but for the figures of stages."""
-    for name, (before, after) in changes["options"].items():
-        yield f"{name}: {_shown(before)} -> {_shown(after)}"
-    for place, names in (("first", changes["removed"]), ("second", changes["added"])):
-        if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            yield f"{len(names)} nodes only in the {place}: {', '.join(names[:5])}{more}"
-    moves = changes["moves"]
-    moved = sum(move["nodes"] for move in moves)
-    yield f"{moved} nodes on another stage{':' if moved else '.'}"
-    for move in moves:
-        several = "" if move["nodes"] == 1 else f" .. {move['last']} ({move['nodes']})"
-        yield f"  {move['before']} -> {move['after']}  {move['first']}{several}"
-
-
-def _shown(value: Any) -> Any:
-    """Returns what a value is shown as; a schedule as its beginning."""
-    text = str(value)
-    return f"{text[:40]} ..." if len(text) > 80 or "\n" in text else value
-
-
-def _stage_table(stages: Sequence[dict[str, Any]]) -> Any:
-    """Makes the table of what stages cost, before and after."""
-    from tarantella_pp.partition.graph.units import format_bytes, format_flops
-
-    rows = []
-    for index, stage in enumerate(stages):
-        memory = ["-" if size is None else format_bytes(size) for size in stage["memory_bytes"]]
-        work = ["-" if flops is None else format_flops(flops) for flops in stage["flops"]]
-        rows.append((index, *memory, *work))
-    return table(("Stage", "Memory", "after", "FLOPs", "after"), rows)

@@ -166,7 +166,7 @@ class PlanSearch:
         name = BEFORE_SEARCH if plan.schedule == SEARCHED else plan.schedule
         machine = plan.machine or HardwareSpec()
         simulation = PlanSimulation(plan, machine, name, plan.num_micro_batches)
-        step = simulation.step(self.spec.num_ranks, blocking=False)
+        step = simulation.step(self.spec.num_ranks)
         return simulation.point(step, plan.num_replicas).step_seconds, plan
 
     def _counts(self, *, limited: bool) -> list[int]:

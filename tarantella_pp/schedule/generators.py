@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal, TypeAlias
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Compute, Kind
 from tarantella_pp.schedule.list_scheduling import Orders, merge
 from tarantella_pp.schedule.schedule import Schedule
-
-Backward: TypeAlias = Literal["fused", "split"]
 
 # The schedules that `make_schedule` makes.
 SCHEDULE_NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-v", "forward")
@@ -220,7 +217,6 @@ def make_schedule(
     num_micro_batches: int,
     num_ranks: int | None = None,
     *,
-    backward: Backward | None = None,
     placement: Sequence[int] | None = None,
 ) -> Schedule:
     """Makes a schedule of computations; `lower` adds the messages.
@@ -234,17 +230,8 @@ def make_schedule(
             f"Received: schedule={name!r}"
         )
     check_counts(num_stages=num_stages, num_micro_batches=num_micro_batches, num_ranks=num_ranks)
-    if backward not in (None, "fused", "split"):
-        raise ScheduleError(f"Expected 'fused' or 'split'. Received: backward={backward!r}")
-    if backward is not None and (name.startswith("zb-") or name == "forward"):
-        raise ScheduleError(
-            f"Expected no choice of backward for {name}, which has its own. "
-            f"Received: backward={backward!r}"
-        )
     where = make_placement(num_stages, num_ranks, placement, v_shaped=name == "zb-v")
     orders = _orders(name, num_micro_batches, where)
-    if backward == "split":
-        orders = _split(orders)
     return Schedule(name, num_stages, num_micro_batches, 1 + max(where), where, orders)
 
 
@@ -285,11 +272,6 @@ def _folded(num_stages: int) -> tuple[int, ...]:
     return tuple(min(stage, num_stages - 1 - stage) for stage in range(num_stages))
 
 
-def is_round_robin(placement: Sequence[int]) -> bool:
-    """Returns whether stage s is on rank ``s % num_ranks``, as interleaving needs it."""
-    return tuple(placement) == _round_robin(len(placement), 1 + max(placement))
-
-
 def is_v_shaped(placement: Sequence[int]) -> bool:
     """Returns whether each rank r owns the stages r and ``num_stages - 1 - r``."""
     return len(placement) % 2 == 0 and tuple(placement) == _folded(len(placement))
@@ -310,7 +292,7 @@ def _orders(name: str, num_micro_batches: int, placement: tuple[int, ...]) -> Or
     """Returns the computations of each rank."""
     num_stages, num_ranks = len(placement), 1 + max(placement)
     if name == "interleaved":
-        if not is_round_robin(placement):
+        if placement != _round_robin(num_stages, num_ranks):
             raise ScheduleError(
                 "Expected stage s on rank s % num_ranks for the interleaved schedule. "
                 f"Received: placement={placement}"
@@ -329,12 +311,3 @@ def _orders(name: str, num_micro_batches: int, placement: tuple[int, ...]) -> Or
     order = _STAGE_ORDERS[name]
     orders = [order(stage, num_stages, num_micro_batches) for stage in range(num_stages)]
     return merge(orders, placement, num_micro_batches)
-
-
-def _split(orders: Orders) -> Orders:
-    """Puts input gradients and weight gradients apart, one behind the other."""
-    parts: dict[Kind, tuple[Kind, ...]] = {"F": ("F",), "BW": ("B", "W")}
-    return tuple(
-        tuple(action._replace(kind=kind) for action in order for kind in parts[action.kind])
-        for order in orders
-    )

@@ -119,7 +119,7 @@ def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None
     if len(in_flight) != len(held) or any(map(operator.gt, held, in_flight)):
         raise ScheduleError(
             f"Expected stages to hold no more micro-batches than declared; they hold "
-            f"{', '.join(f'{count:g}' for count in held)}. Received: in_flight={in_flight}"
+            f"{', '.join(map(str, held))}. Received: in_flight={in_flight}"
         )
 
 
@@ -131,7 +131,7 @@ def _check_each_once(
     seen: set[Compute | Transfer] = set()
     for rank, own in enumerate(schedule.actions):
         for position, action in enumerate(own):
-            for part in _parts(action):
+            for part in parts_of(action):
                 if part not in owners:
                     size = f"{schedule.num_stages} stages, {schedule.num_micro_batches}"
                     why = f"there is no such action of {size} micro-batches and these links"
@@ -167,8 +167,8 @@ def _owners(
     return found
 
 
-def _parts(action: Action) -> list[Compute | Transfer]:
-    """Returns what an action does, BW taken apart; a reduction is none of it."""
+def parts_of(action: Action) -> list[Compute | Transfer]:
+    """Returns what an action does, B and W taken apart; a reduction is none of it."""
     if isinstance(action, Compute):
         stage, both, i = action
         return [Compute(stage, kind, i) for kind in _KINDS if kind in both]
@@ -193,7 +193,7 @@ def _check_order(schedule: Schedule, rank: int, routes: Routes) -> None:
         for needed in _needed(schedule, action, routes):
             if needed not in done:
                 raise broken(rank, position, action, f"{needed} comes after it")
-        done.update(_parts(action))
+        done.update(parts_of(action))
     if left:
         raise ScheduleError(f"Rank {rank}: {left[0]} is missing; other replicas wait for it")
 
@@ -259,9 +259,6 @@ def lower(
     """
     if schedule.is_lowered:
         raise ScheduleError("Expected computations only. Received: a schedule that is lowered")
-    others = [a for own in schedule.actions for a in own if not isinstance(a, Compute)]
-    if others:
-        raise ScheduleError(f"Expected computations only. Received: {others[0]}")
     if any(buckets) and not schedule.has_backward:
         raise ScheduleError(
             f"The schedule '{schedule.name}' has no backward passes, so no gradients to sum. "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,12 +11,8 @@ from typing import Any
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Action, Compute, Link, kept_whole, parse_action
 
-_HEADERS = (
-    *("schedule", "stages", "micro_batches", "placement"),
-    *("links", "gradient_links", "buckets"),
-)
+_HEADERS = ("schedule", "stages", "micro_batches", "placement")
 _RANK = re.compile(r"rank \d+")
-_LINK = re.compile(r"\d+>\d+")
 
 
 @dataclass(frozen=True)
@@ -91,13 +87,13 @@ class Schedule:
         Residuals live from the end of a micro-batch's forward to the end of the last computation
         of its backward. A forward-only schedule keeps none.
         """
-        return round(self.held()[stage])
+        return self.held()[stage]
 
-    def held(self, waiting: Sequence[float] | None = None) -> tuple[float, ...]:
+    def held(self) -> tuple[int, ...]:
         """Returns of how many micro-batches each stage holds the residuals at the worst moment."""
-        held, peak = [0.0] * self.num_stages, [0.0] * self.num_stages
+        held, peak = [0] * self.num_stages, [0] * self.num_stages
         for rank in range(self.num_ranks):
-            for action, change in self.residual_changes(rank, waiting):
+            for action, change in self.residual_changes(rank):
                 held[action.stage] += change
                 peak[action.stage] = max(peak[action.stage], held[action.stage])
         return tuple(peak)
@@ -131,27 +127,18 @@ class Schedule:
         forwards = kinds.count("F")
         return kinds[:forwards] == ["F"] * forwards
 
-    def residual_changes(
-        self, rank: int, waiting: Sequence[float] | None = None
-    ) -> Iterator[tuple[Compute, float]]:
+    def residual_changes(self, rank: int) -> Iterator[tuple[Compute, int]]:
         """Iterates over the computations after which a rank holds more or fewer residuals.
 
-        Residuals of a micro-batch are there from its forward to the last part of its backward; of
-        a share of them only W has need::
+        Residuals of a micro-batch are there from its forward to the last part of its backward::
 
-            0F0 +1   0F1 +1   0B0 -0.6   0W0 -0.4   0BW1 -1
+            0F0 +1   0F1 +1   0B0   0W0 -1   0BW1 -1
         """
-        if not self.has_backward:
-            return
-        shares = [1.0] * self.num_stages if waiting is None else waiting
-        for action in self.actions[rank]:
-            if isinstance(action, Compute):
-                if action.kind == "F":
-                    yield action, 1
-                elif action not in self._releases:
-                    yield action, shares[action.stage] - 1
-                else:
-                    yield action, -1 if action.kind == "BW" else -shares[action.stage]
+        for action in self.actions[rank] if self.has_backward else ():
+            if isinstance(action, Compute) and action.kind == "F":
+                yield action, 1
+            elif isinstance(action, Compute) and action in self._releases:
+                yield action, -1
 
     @cached_property
     def _releases(self) -> frozenset[Compute]:
@@ -179,7 +166,7 @@ class Schedule:
         return replace(self, num_micro_batches=num_micro_batches, actions=actions)
 
     def to_text(self) -> str:
-        """Returns the schedule as text that `from_text` reads and that can be edited by hand."""
+        """Returns the schedule as text, which `from_text` reads as long as it has no messages."""
         header = {
             "schedule": self.name,
             "stages": str(self.num_stages),
@@ -209,10 +196,7 @@ class Schedule:
             rank 0: 0F0 0F1 0BW0 0BW1
             rank 1: 1F0 1BW0 1F1 1BW1
 
-        Numbers that are not given are taken from the actions. Without messages (as here) the
-        schedule still has to be lowered; a text with messages names its links as well, as in
-        ``links: 0>1 1>2``, and one with reductions the number of buckets of each stage, as in
-        ``buckets: 2 1``.
+        Numbers that are not given are taken from the computations. `lower` adds the messages.
         """
         lines: dict[str, Any] = {}
         for number, raw in enumerate(source.splitlines(), start=1):
@@ -238,19 +222,19 @@ def _value(key: str, text: str) -> Any:
     """Reads what stands behind the colon of a line."""
     words = text.split()
     if _RANK.fullmatch(key):
-        return tuple(map(parse_action, words))
+        actions = tuple(map(parse_action, words))
+        for action in actions:
+            if not isinstance(action, Compute):
+                raise _expected("computations only, for the model says the messages", str(action))
+        return actions
     if key not in _HEADERS:
         raise _expected(f"'rank N:' or one of {', '.join(_HEADERS)}", key)
     if key == "schedule":
         return text
-    if key in ("links", "gradient_links"):
-        if not all(map(_LINK.fullmatch, words)):
-            raise _expected("links such as 0>1", text)
-        return tuple(tuple(map(int, word.split(">"))) for word in words)
     if not all(word.isdecimal() for word in words):
         raise _expected("whole numbers", text)
     numbers = tuple(map(int, words))
-    if key in ("placement", "buckets"):
+    if key == "placement":
         return numbers
     if len(numbers) != 1:
         raise _expected(f"one number for {key}", text)
@@ -263,14 +247,13 @@ def _fields(lines: Mapping[str, Any]) -> dict[str, Any]:
     names = [f"rank {rank}" for rank in range(len(given))]
     if not names or set(names) != set(given):
         raise _expected("one line for each rank: 'rank 0:', 'rank 1:', ...", ", ".join(given))
-    actions: tuple[tuple[Action, ...], ...] = tuple(lines[name] for name in names)
+    actions: tuple[tuple[Compute, ...], ...] = tuple(lines[name] for name in names)
     owners: dict[int, int] = {}
     micro_batches = set()
     for rank, own in enumerate(actions):
         for action in own:
-            if isinstance(action, Compute):
-                owners.setdefault(action.stage, rank)
-                micro_batches.add(action.micro_batch)
+            owners.setdefault(action.stage, rank)
+            micro_batches.add(action.micro_batch)
     if not owners:
         raise ScheduleError("Expected at least one computation. Received: none on any rank")
     stages = range(lines.get("stages", 1 + max(owners)))
@@ -284,9 +267,6 @@ def _fields(lines: Mapping[str, Any]) -> dict[str, Any]:
         "num_ranks": len(names),
         "placement": lines.get("placement") or tuple(owners[stage] for stage in stages),
         "actions": actions,
-        "links": lines.get("links"),
-        "gradient_links": lines.get("gradient_links", lines.get("links")),
-        "buckets": lines.get("buckets", ()),
     }
 
 

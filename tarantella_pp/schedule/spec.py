@@ -194,7 +194,7 @@ class ScheduleSpec:
         """Returns the most micro-batches that each stage holds."""
         if self.custom is None and self.named in MEMORY_FORMULAS:
             return in_flight_bounds(self.named, self.num_stages, num_micro_batches)
-        return tuple(map(round, self.make(num_micro_batches).held()))
+        return self.make(num_micro_batches).held()
 
     def held_whole(
         self, num_micro_batches: int, except_last: Container[int] = ()

@@ -116,7 +116,6 @@ def pipeline_step(
     links: Iterable[Link] | None = None,
     gradient_links: Iterable[Link] | None = None,
     in_flight_limit: Sequence[int] | None = None,
-    blocking: bool = True,
 ) -> StepTimeline:
     """Plays one step of a pipeline; a very large one is calculated from closed forms."""
     searched = spec.name == SEARCHED and spec.custom is None
@@ -131,7 +130,7 @@ def pipeline_step(
         )  # fmt: skip
     else:
         schedule = spec.make(num_micro_batches)
-    timeline = simulate(lower(schedule, links, gradient_links, blocking=blocking), costs)
+    timeline = simulate(lower(schedule, links, gradient_links, blocking=False), costs)
     return replace(timeline, name=spec.name)
 
 

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Action, Compute, Kind
+from tarantella_pp.schedule.actions import Compute, Kind
 from tarantella_pp.schedule.generators import (
-    Backward,
     check_counts,
-    is_round_robin,
     is_v_shaped,
     make_placement,
     make_schedule,
 )
-from tarantella_pp.schedule.list_scheduling import ListScheduler, Orders
-from tarantella_pp.schedule.lowering import lower
+from tarantella_pp.schedule.list_scheduling import ListScheduler
+from tarantella_pp.schedule.lowering import lower, parts_of
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.spec import SEARCHED
 from tarantella_pp.simulation.simulator import Costs, simulate
-
-# Found schedules that are simulated with all that playing leaves out.
-_FINALISTS = 4
-# Micro-batches by which a limit may seem to be exceeded, where shares of them are added up.
-_ROUNDING = 1e-9
 
 
 def search_schedule(
@@ -37,7 +30,7 @@ def search_schedule(
     *,
     placement: Sequence[int] | None = None,
     costs: Costs | None = None,
-    in_flight_limit: float | Sequence[float] | None = None,
+    in_flight_limit: int | Sequence[int] | None = None,
 ) -> Schedule:
     """Finds ``zb-auto``: the schedule of the fastest simulated step within a memory limit.
 
@@ -50,9 +43,9 @@ def search_schedule(
     and 128.
 
     Example:
-        Within the memory of twice 1F1B, if W needs 0.4 of what a micro-batch keeps::
+        Within the memory of twice 1F1B::
 
-            stage = StageCosts(1.0, 1.0, 0.5, waiting_share=0.4)
+            stage = StageCosts(1.0, 1.0, 0.5)
             search_schedule(8, 24, costs=Costs((stage,) * 8), in_flight_limit=16)
     """
     check_counts(num_stages=num_stages, num_micro_batches=num_micro_batches, num_ranks=num_ranks)
@@ -61,15 +54,15 @@ def search_schedule(
     if len(costs.stages) != num_stages:
         raise ScheduleError(f"Expected costs of {num_stages} stages. Received: {len(costs.stages)}")
     limits = _check_limits(in_flight_limit, num_stages, num_micro_batches)
-    shares = [stage.waiting_share for stage in costs.stages]
     known = _named_schedules(num_micro_batches, where)
-    most = [limit + _ROUNDING for limit in limits]
-    finalists = [
-        schedule for schedule in known if all(map(operator.le, schedule.held(shares), most))
+    candidates = [one for one in known if all(map(operator.le, one.held(), limits))]
+    players = [
+        _PolicyScheduler(where, num_micro_batches, costs, policy)
+        for policy in _policies(limits, len(set(where)))
     ]
-    orders = _played(num_micro_batches, where, costs, limits)
-    finalists += [replace(known[0], actions=own) for own in orders]
-    judged = [(_seconds(schedule, costs), schedule) for schedule in finalists]
+    played = min(players, key=ListScheduler.play)
+    candidates.append(replace(known[0], actions=played.orders()))
+    judged = [(_seconds(schedule, costs), schedule) for schedule in candidates]
     best = min(judged, key=lambda one: one[0])
     # Then a full backward saves nothing, and makes the stage before wait longer.
     if all(s.seconds("BW") >= s.seconds("B") + s.seconds("W") for s in costs.stages):
@@ -77,39 +70,17 @@ def search_schedule(
     return _fuse(*best, costs)
 
 
-def _played(
-    num_micro_batches: int, placement: tuple[int, ...], costs: Costs, limits: Sequence[float]
-) -> list[Orders]:
-    """Returns the best orders that playing finds."""
-    played = []
-    for policy in _policies(num_micro_batches, limits, 1 + max(placement)):
-        scheduler = _PolicyScheduler(placement, num_micro_batches, costs, policy)
-        played.append((scheduler.play(), scheduler.orders()))
-    played.sort(key=lambda outcome: outcome[0])
-    return [orders for _, orders in played[:_FINALISTS]]
-
-
 def _named_schedules(num_micro_batches: int, placement: tuple[int, ...]) -> list[Schedule]:
-    """Returns the known schedules that the search starts from, under the name of the search."""
-    names = ["1f1b", "eager-1f1b", "zb-h1", "gpipe"]
-    names += ["interleaved"] if is_round_robin(placement) else []
-    names += ["zb-v"] if is_v_shaped(placement) else []
-    found = []
-    for name in names:
-        ways: tuple[Backward | None, ...] = (
-            (None,) if name.startswith("zb-") else ("fused", "split")
-        )
-        for backward in ways:
-            schedule = make_schedule(
-                name, len(placement), num_micro_batches, placement=placement, backward=backward
-            )
-            found.append(replace(schedule, name=SEARCHED))
-    return found
+    """Returns the known schedules to begin with; GPipe and interleaving have never been better."""
+    names = ["1f1b", "zb-h1", *(["zb-v"] if is_v_shaped(placement) else [])]
+    made = [make_schedule(n, len(placement), num_micro_batches, placement=placement) for n in names]
+    apart = [tuple(part for action in own for part in parts_of(action)) for own in made[0].actions]
+    return [replace(one, name=SEARCHED) for one in (*made, replace(made[0], actions=tuple(apart)))]
 
 
 def _check_limits(
-    limits: float | Sequence[float] | None, num_stages: int, num_micro_batches: int
-) -> tuple[float, ...]:
+    limits: int | Sequence[int] | None, num_stages: int, num_micro_batches: int
+) -> tuple[int, ...]:
     """Returns the limit of each stage."""
     if limits is None:
         limits = num_micro_batches
@@ -119,33 +90,27 @@ def _check_limits(
             f"Expected at least 1 micro-batch for each of the {num_stages} stages. "
             f"Received: in_flight_limit={limits}"
         )
-    return bounds
+    return tuple(min(bound, num_micro_batches) for bound in bounds)
 
 
-def _policies(num_micro_batches: int, bounds: Sequence[float], num_ranks: int) -> Iterator[_Policy]:
+def _policies(limits: Sequence[int], num_ranks: int) -> Iterator[_Policy]:
     """Yields the policies to be tried, each once."""
-    # Runs ahead as 1F1B, eager 1F1B and all that memory allows; without stages to share a rank also
-    # twice 1F1B and in between.
-    limits = tuple(min(bound, num_micro_batches) for bound in bounds)
-    left = range(len(bounds), 0, -1)
-    several = num_ranks < len(bounds)  # stages on a rank; only then they can be in each other's way
-    runs_ahead: list[Sequence[float]] = [left, [2 * stages - 1 for stages in left], limits]
-    if not several:
-        runs_ahead += [[2 * stages for stages in left], [3 * stages // 2 + 3 for stages in left]]
-    warm_ups = {
-        tuple(int(min(bound, most)) for bound, most in zip(limits, ahead, strict=True))
-        for ahead in runs_ahead
-    }
-    depths = (False, True) if several else (False,)
+    # Runs ahead as 1F1B, eager 1F1B and all that memory allows. More ways, such as twice 1F1B, have
+    # found nothing better.
+    left = range(len(limits), 0, -1)
+    runs_ahead = (left, [2 * stages - 1 for stages in left], limits)
+    warm_ups = {tuple(map(min, limits, ahead)) for ahead in runs_ahead}
+    # Only where ranks have several stages can these be in each other's way.
+    depths = (False, True) if num_ranks < len(limits) else (False,)
     for ahead, fused, forward_first, deepest_first, patience in product(
         sorted(warm_ups), (False, True), (False, True), depths, (0.0, 0.5, 1.0)
     ):
         if not (fused and patience):
-            yield _Policy(limits, ahead, fused, forward_first, deepest_first, patience)
+            yield _Policy(tuple(limits), ahead, fused, forward_first, deepest_first, patience)
 
 
 def _seconds(schedule: Schedule, costs: Costs) -> float:
-    return simulate(lower(schedule), costs).step_seconds
+    return simulate(lower(schedule, blocking=False), costs).step_seconds
 
 
 def _fuse(seconds: float, best: Schedule, costs: Costs) -> Schedule:
@@ -154,24 +119,21 @@ def _fuse(seconds: float, best: Schedule, costs: Costs) -> Schedule:
     # wait for B. All subsets would be too many to simulate.
     for rank in range(best.num_ranks):
         actions = list(best.actions)
-        actions[rank] = _fuse_neighbours(actions[rank])
+        computed = [action for action in actions[rank] if isinstance(action, Compute)]
+        actions[rank] = _fuse_neighbours(computed)
         fused = replace(best, actions=tuple(actions))
         if (found := _seconds(fused, costs)) < seconds:
             seconds, best = found, fused
     return best
 
 
-def _fuse_neighbours(actions: Sequence[Action]) -> tuple[Action, ...]:
+def _fuse_neighbours(actions: Iterable[Compute]) -> tuple[Compute, ...]:
     """Puts each W that stands directly behind its B together with it."""
-    fused: list[Action] = []
+    fused: list[Compute] = []
     for action in actions:
-        before = fused[-1] if fused else None
-        if (
-            isinstance(action, Compute)
-            and action.kind == "W"
-            and before == action._replace(kind="B")
-        ):
-            fused[-1] = action._replace(kind="BW")
+        stage, kind, i = action
+        if kind == "W" and fused[-1:] == [Compute(stage, "B", i)]:
+            fused[-1] = Compute(stage, "BW", i)
         else:
             fused.append(action)
     return tuple(fused)
@@ -181,8 +143,8 @@ def _fuse_neighbours(actions: Sequence[Action]) -> tuple[Action, ...]:
 class _Policy:
     """What a free rank does next."""
 
-    limits: tuple[float, ...]
-    ahead: tuple[int, ...]
+    limits: tuple[int, ...]  # micro-batches that each stage may hold
+    ahead: tuple[int, ...]  # forwards without their backward
     fused: bool = False
     forward_first: bool = False
     deepest_first: bool = False
@@ -197,7 +159,6 @@ class _PolicyScheduler(ListScheduler):
     ) -> None:
         super().__init__(placement, num_micro_batches)
         self._costs, self._policy = costs, policy
-        self._shares = [stage.waiting_share for stage in costs.stages]
         self._stages: list[list[int]] = [[] for _ in range(1 + max(placement))]
         for stage, rank in enumerate(placement):
             self._stages[rank].append(stage)
@@ -249,15 +210,12 @@ class _PolicyScheduler(ListScheduler):
     def _possible_from(self, stage: int, kind: Kind) -> float:
         """Returns from when on the stage's next F or B can run; infinity if that is not known."""
         index = self._begun[kind][stage]
-        held = self._begun["F"][stage]
+        begun = self._begun["F"][stage]
         if kind == "F":
-            ahead = held - self._begun["B"][stage]
-            waiting = self._begun["B"][stage] - self._begun["W"][stage]
-            # What waits for its W alone holds only a share of its memory.
-            after = ahead + 1 + self._shares[stage] * waiting
-            if after > self._policy.limits[stage] + _ROUNDING or ahead >= self._policy.ahead[stage]:
+            full = begun - self._begun["W"][stage] >= self._policy.limits[stage]
+            if full or begun - self._begun["B"][stage] >= self._policy.ahead[stage]:
                 return math.inf
-        elif index >= held:
+        elif index >= begun:
             return math.inf
         return self.arrivals[kind][stage].get(index, math.inf)
 

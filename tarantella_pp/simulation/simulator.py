@@ -168,16 +168,11 @@ class StageCosts:
     static_bytes: float = 0.0
     repeated: float = 0.0
     except_last: bool = False
-    waiting_share: float = 1.0
 
     def __post_init__(self) -> None:
         for option, value in vars(self).items():
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ScheduleError(f"Expected a number of at least 0. Received: {option}={value}")
-        if self.waiting_share > 1:
-            raise ScheduleError(
-                f"Expected a share of at most 1. Received: waiting_share={self.waiting_share}"
-            )
 
     def seconds(self, kind: Kind) -> float:
         """Returns the seconds of a computation of this kind."""
@@ -317,10 +312,9 @@ class _TimedReplay(Replay):
 def _peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     """Returns the most bytes that each rank holds at a time."""
     peaks = []
-    waiting = [stage.waiting_share for stage in costs.stages]
     for rank in range(schedule.num_ranks):
         held = peak = sum(costs.stages[stage].static_bytes for stage in schedule.stages_of(rank))
-        for action, change in schedule.residual_changes(rank, waiting):
+        for action, change in schedule.residual_changes(rank):
             held += change * costs.stages[action.stage].activation_bytes
             peak = max(peak, held)
         peaks.append(peak)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tarantella_pp.schedule import make_schedule
 from tests.helpers.commands import GRAPH, ROOT, modules_after
 from tests.helpers.plans import chain_graph, plan_of
 
@@ -41,9 +40,6 @@ def test_make_from_a_graph_is_the_optimum(command, balance) -> None:
     if balance == "time":
         largest = made["certificate"]["value"] * made["num_micro_batches"]
         assert max(sums) == pytest.approx(largest)
-    if balance == "memory":
-        values = [command.json("plan", "compare", GRAPH, "--stages", 3)["objectives"]["memory"]]
-        assert all(rule["ratio"] >= 1 for one in values for rule in one["rules"].values())
 
 
 def test_make_writes_what_show_and_check_read(command, tmp_path) -> None:
@@ -95,76 +91,6 @@ def test_a_page_that_cannot_be_written_is_told(command, plan_file, tmp_path) -> 
     (tmp_path / "a.html").symlink_to(tmp_path / "none" / "b.html")
     told = command.fails(2, "plan", "show", path, "--html", tmp_path / "a.html")
     assert f"Cannot write '{tmp_path}/a.html'" in told
-
-
-def test_diff(command, plan_file) -> None:
-    before = plan_file([0, 0, 0, 1], "a.json")
-    after = plan_file([0, 1, 1, 1], "b.json", schedule="gpipe")
-    found = command.json("plan", "diff", before, after)
-    assert not found["same"]
-    assert found["options"] == {"schedule": ["1f1b", "gpipe"]}
-    move = {"first": "dense_1", "last": "dense_2", "nodes": 2, "before": 0, "after": 1}
-    assert found["moves"] == [move]
-    assert found["removed"] == found["added"] == []
-    # Two of three layers of 8 x 8 multiplications leave the first stage.
-    assert found["stages"][0]["flops"] == [384.0, 128.0]
-    assert found["stages"][1]["memory_bytes"][0] < found["stages"][1]["memory_bytes"][1]
-    assert command("plan", "diff", before, after) == 0
-    assert "0 -> 1  dense_1 .. dense_2 (2)" in command.stdout
-    assert "384 FLOP   128 FLOP" in command.stdout
-    assert command.json("plan", "diff", before, before)["same"]
-    assert command("plan", "diff", before, before) == 0
-    assert command.stdout == "The plans are the same.\n"
-
-
-def test_diff_tells_what_stages_repeat_and_of_another_schedule_of_the_same_name(
-    command, plan_file
-) -> None:
-    before = plan_file([0, 0, 1, 1], "a.json")
-    data, after = json.loads(before.read_text()), before.with_name("b.json")
-    for changed in ({"recompute": [1]}, {"recompute": [1], "except_last": [1]}, {"ranks": [0, 0]}):
-        after.write_text(json.dumps(data | changed))
-        told = {name: [[], value] for name, value in changed.items()}
-        assert command.json("plan", "diff", before, after)["options"] == told
-    text = make_schedule("zb-h1", 2, data["num_micro_batches"]).to_text()
-    after.write_text(json.dumps(data | {"program": text}))
-    assert command.json("plan", "diff", before, after)["options"]["schedule_text"] == [None, text]
-    assert command("plan", "diff", before, after) == 0
-    assert "schedule_text: None -> " in command.stdout
-    assert len(command.stdout.splitlines()[0]) < 80
-
-
-def test_diff_of_plans_with_other_layers_and_stages(command, plan_file) -> None:
-    found = command.json(
-        "plan", "diff", plan_file([0, 0, 1], "a.json"), plan_file([0, 1, 1, 2], "b.json")
-    )
-    assert found["added"] == ["dense_3"]
-    assert found["options"] == {"num_stages": [2, 3]}
-    assert found["stages"][2]["flops"] == [None, 128.0]
-    assert [(move["first"], move["after"]) for move in found["moves"]] == [("dense_1", 1)]
-
-
-def test_diff_knows_layers_of_one_model_that_are_numbered_anew(command, plan_file) -> None:
-    before = plan_file([0, 0, 1, 1], "a.json")
-    data = json.loads(before.read_text())
-    text = before.read_text()
-    for number, name in enumerate(reversed(data["node_names"])):
-        text = text.replace(f'"{name}"', f'"dense_{40 - number}"')
-    after = before.with_name("b.json")
-    after.write_text(text)
-    assert command.json("plan", "diff", before, after)["same"]
-
-
-def test_compare(command) -> None:
-    found = command.json("plan", "compare", GRAPH, "--stages", 4)["objectives"]
-    assert set(found) == {"memory", "flops"}
-    for one in found.values():
-        rules = one["rules"]
-        assert list(rules) == ["tarantella", "equal layers", "parameter balance", "cost balance"]
-        assert all(rule["ratio"] >= 1 - 1e-9 for rule in rules.values())
-    assert found["flops"]["optimal"]
-    assert command("plan", "compare", GRAPH, "--stages", 4) == 0
-    assert "FLOPs of ours: optimal" in command.stdout
 
 
 EDGE = {"source": "a", "target": "b"}
@@ -220,7 +146,7 @@ def test_broken_plans_are_refused_in_one_line(command, tmp_path, change, complai
     plan = json.loads(path.read_text())
     change(plan)
     path.write_text(json.dumps(plan))
-    for rest in (("show", path), ("check", path, GRAPH), ("diff", path, path)):
+    for rest in (("show", path), ("check", path, GRAPH)):
         assert complaint in command.fails(2, "plan", *rest)
 
 
@@ -234,7 +160,6 @@ def test_broken_plans_are_refused_in_one_line(command, tmp_path, change, complai
         (["make", "ResNet50"], "--stages, or --ranks"),
         (["make", GRAPH, "--stages", "0"], "positive integer. Received: '0'"),
         (["make", GRAPH, "--stages", "9" * 30], "at most 14"),
-        (["compare", GRAPH, "--stages", "9" * 30], "14 operations"),
         (["make", GRAPH, "--stages", "2", "--balance", "fun"], "fun"),
         (["make", GRAPH, "--stages", "2", "--memory-limit", "much"], "'much'"),
         (["make", GRAPH, "--stages", "2", "--memory-limit", "1,2,3"], "2 stages"),
@@ -244,7 +169,6 @@ def test_broken_plans_are_refused_in_one_line(command, tmp_path, change, complai
         (["make", GRAPH, "--stages", "2", "--unknown"], "--unknown"),
         (["show", "missing.json"], "'missing.json' does not exist"),
         (["show", str(ROOT)], "is no file"),
-        (["diff", "missing.json", "missing.json"], "does not exist"),
         ([], "required: COMMAND"),
     ],
 )
@@ -264,7 +188,6 @@ def test_a_graph_is_no_plan_and_a_plan_no_graph(command, plan_file) -> None:
     [
         ["plan", "show", "PLAN", "--json"],
         ["plan", "show", "PLAN"],
-        ["plan", "diff", "PLAN", "PLAN"],
         ["simulate", "PLAN"],
         ["simulate", "PLAN", "--json"],
     ],

@@ -233,4 +233,3 @@ def test_options_of_the_planner_are_refused_by_it(command, script) -> None:
     assert command("plan", "make", f"{script}:small", "--stages", 9) == 2
     assert command("plan", "make", f"{script}:small", "--stages", 2, "--memory-limit", 64) == 1
     assert "memory limit" in command.stderr.splitlines()[-1]
-    assert command("plan", "compare", f"{script}:small", "--stages", 9) == 2

@@ -17,13 +17,10 @@ def schedules(draw: st.DrawFn, max_stages: int = 6, max_micro_batches: int = 12)
     if name == "zb-v":
         return make_schedule(name, 2 * ((num_stages + 1) // 2), num_micro_batches)
     divisors = [ranks for ranks in range(1, num_stages + 1) if num_stages % ranks == 0]
-    options = {}
-    if name in ("gpipe", "1f1b", "interleaved"):
-        options["backward"] = draw(st.sampled_from(["fused", "split"]))
     size = (num_stages, num_micro_batches, draw(st.sampled_from(divisors)))
     if name == SEARCHED:
         return search_schedule(*size, in_flight_limit=draw(st.none() | st.integers(1, 6)))
-    return make_schedule(name, *size, **options)
+    return make_schedule(name, *size)
 
 
 @st.composite

@@ -102,15 +102,6 @@ def test_only_the_sum_that_ends_last_is_waited_for() -> None:
     assert replicated(step, [[1.0], [9.0]], bandwidth=None).step_seconds == 9.0
 
 
-def test_a_rank_of_two_stages_does_one_sum_after_the_other() -> None:
-    step = step_of("gpipe", Costs.uniform(2), 1, 1)
-    assert step.gradients_ready == (6.0, 4.0)
-    # Stage 1 from 4 to 9, then stage 0 from 9 to 14.
-    assert replicated(step, [[5.0], [5.0]]).step_seconds == 14.0
-    times = [(e.start, e.end) for e in replicated(step, [[5.0], [2.0, 3.0]]).reductions[0]]
-    assert times == [(4.0, 6.0), (6.0, 9.0), (9.0, 14.0)]
-
-
 def together(num_ranks):
     return lambda replica, rank: replica * num_ranks + rank
 

@@ -217,7 +217,7 @@ class PlanSimulation:
             except_last=index in self.plan.except_last,
         )
 
-    def step(self, num_ranks: int | None = None, *, blocking: bool = True) -> StepTimeline:
+    def step(self, num_ranks: int | None = None) -> StepTimeline:
         """Plays the step of one replica."""
         # A schedule that is searched for holds no more than was planned.
         limit = [stage.in_flight for stage in self.plan.stages] if self._runs_own else None
@@ -228,7 +228,6 @@ class PlanSimulation:
             links=self.plan.links,
             gradient_links=self.plan.gradient_links,
             in_flight_limit=limit,
-            blocking=blocking,
         )
 
     def spec(self, num_ranks: int | None = None) -> ScheduleSpec:

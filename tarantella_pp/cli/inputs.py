@@ -149,10 +149,12 @@ def build_without_weights(source: str) -> Any:
 
         return load_graph(existing_file(source))
     file = source.rpartition(":")[0] or source
+    if source.endswith(".keras") or (":" in source and file.endswith(".py")):
+        existing_file(file)  # said before Keras is loaded, which takes seconds
     with quiet_keras(f"keras.applications.{file}" if file.isidentifier() else file):
         from tarantella_pp.models.deferred_init import described_model, only_shapes
     with only_shapes():
-        if not source.endswith(".keras") or not zipfile.is_zipfile(existing_file(source)):
+        if not source.endswith(".keras") or not zipfile.is_zipfile(source):
             return build_model(source)
         with quiet_keras(source):
             return described_model(_config(source))
@@ -184,11 +186,11 @@ def _application(name: str) -> Any:
             return known[name.lower()](weights=None)
     names = [made.__name__ for made in known.values()]
     raise ConfigurationError(
-        f"keras.applications has no {name}.{_alike(name, names)} Received: MODEL={name!r}"
+        f"keras.applications has no {name}.{alike(name, names)} Received: MODEL={name!r}"
     )
 
 
-def _alike(name: str, names: Iterable[str]) -> str:
+def alike(name: str, names: Iterable[str]) -> str:
     """Suggests names that are there."""
     known = {one.lower(): one for one in names}
     close = difflib.get_close_matches(name.lower(), known, n=3)
@@ -209,7 +211,7 @@ def _called(source: str) -> Any:
         made = getattr(module, name, None)
     if not callable(made):
         names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-        raise ConfigurationError(f"There is no function {name!r} in {place}.{_alike(name, names)}")
+        raise ConfigurationError(f"There is no function {name!r} in {place}.{alike(name, names)}")
     if not isinstance(made, keras.Model):
         try:
             inspect.signature(made).bind()

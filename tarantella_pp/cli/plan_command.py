@@ -200,6 +200,8 @@ def _write_page(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namesp
 
 def _check(arguments: argparse.Namespace) -> int:
     """Says whether the plan fits; returns 1 if it does not."""
+    from tarantella_pp.partition.graph.units import count
+
     plan = inputs.load_plan(arguments.plan)
     try:
         plan.check(_graph_of(arguments.model, inputs.build_without_weights(arguments.model)))
@@ -212,7 +214,7 @@ def _check(arguments: argparse.Namespace) -> int:
         write_json({"fits": True, "difference": None})
     else:
         write_table(
-            f"{arguments.plan} is a plan of {arguments.model}: {len(plan.assignment)} nodes on "
-            f"{plan.num_stages} stages."
+            f"{arguments.plan} is a plan of {arguments.model}: "
+            f"{count(len(plan.assignment), 'node')} on {count(plan.num_stages, 'stage')}."
         )
     return 0

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING
 
-from tarantella_pp.cli.inputs import positive_int, positive_seconds, some_words
+from tarantella_pp.cli.inputs import alike, positive_int, positive_seconds, some_words
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ EPILOG = """\
 exit codes: 0 all ranks finished; 2 usage; 75 stopped by SIGTERM; 124 --timeout; 130 Ctrl-C;
 otherwise the exit code of the rank that failed first (128 + signal if it was killed, else 1)."""
 _EXPORT = re.compile(r"[A-Za-z_]\w*=")
+_PYTHON = re.compile(r"(.*/)?python[\d.]*")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
     """Adds what says where the ranks run, and who starts them."""
     add = parser.add_argument
-    add("-n", "--num-ranks", type=positive_int, metavar="N", help="number of ranks (default: 1)")
+    add("-n", "-np", "--num-ranks", type=positive_int, metavar="N",
+        help="number of ranks (default: 1)")  # fmt: skip
     add("--n-per-node", "--devices-per-node", type=positive_int, metavar="K",
         help="most ranks of a host; without -n, as many on each")  # fmt: skip
     add_reach(parser)
@@ -244,8 +246,16 @@ def _script(command: list[str]) -> list[str]:
         )
     if script[0] == "-m":
         return script
+    if _PYTHON.fullmatch(script[0]):
+        raise ConfigurationError(
+            f"Leave out {script[0]}: ranks run this Python, or another with --python-interpreter. "
+            f"Received: {shlex.join(script)}"
+        )
     if not pathlib.Path(script[0]).is_file():
-        raise ConfigurationError(f"There is no script {script[0]!r} in {os.getcwd()}.")
+        from tarantella_pp.cli.main import COMMANDS
+
+        meant = alike(script[0], COMMANDS) if script[0].isalpha() else ""
+        raise ConfigurationError(f"There is no script {script[0]!r} in {os.getcwd()}.{meant}")
     return script
 
 

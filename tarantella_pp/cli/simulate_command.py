@@ -182,9 +182,10 @@ def _summary(
         over = f", {'within' if fits else 'ABOVE'} the plan's limit of {format_bytes(min(limits))}"
     bubble = f"{percent(step.bubble_fraction)}, {percent(balance)} without messages"
     title = (
-        f"A step of '{plan.model}': {plan.num_stages} stages on {point.num_ranks} ranks, "
-        f"{simulation.schedule}, {count(simulation.micro_batches, 'micro-batch')} of "
-        f"{simulation.micro_batch_size}, {count(point.num_replicas, 'replica')}"
+        f"A step of '{plan.model}': {count(plan.num_stages, 'stage')} on "
+        f"{count(point.num_ranks, 'rank')}, {simulation.schedule}, "
+        f"{count(simulation.micro_batches, 'micro-batch')} of {simulation.micro_batch_size}, "
+        f"{count(point.num_replicas, 'replica')}"
     )
     return [
         Text(title, style="bold"),

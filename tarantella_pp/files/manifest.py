@@ -85,7 +85,7 @@ class Manifest(msgspec.Struct, frozen=True):
     def where(self) -> str:
         """Epoch and step, for messages."""
         inside = f", step {self.epoch_step} of the next" if self.epoch_step else ""
-        return f"{self.epoch} epochs{inside}"
+        return f"{self.epoch} epoch{'' if self.epoch == 1 else 's'}{inside}"
 
 
 def read_manifest(folder: Path) -> Manifest:

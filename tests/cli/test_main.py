@@ -7,61 +7,50 @@ import sys
 
 import pytest
 
-from tarantella_pp.cli import main as command
+from tarantella_pp.cli.main import COMMANDS
 from tests.helpers.jobs import ROOT
 
 
-def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tarantella_pp", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-
-
-def test_help_names_the_commands() -> None:
-    text = call("--help").stdout
-    for name in command.COMMANDS:
+def test_help_and_version_of_a_process_of_its_own() -> None:
+    command = [sys.executable, "-m", "tarantella_pp"]
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 30, "check": True}
+    text = subprocess.run([*command, "--help"], **options).stdout
+    for name in COMMANDS:
         assert f"\n  {name} " in text
     assert "--dry-run" in text
     assert "124" in text
+    assert subprocess.run([*command, "--version"], **options).stdout.startswith("tarantella-pp ")
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["-n", "0", "x.py"], "Expected a positive integer. Received: '0'"),
-        (["-n", "two", "x.py"], "Expected a positive integer. Received: 'two'"),
+        (["-np", "two", "x.py"], "Expected a positive integer. Received: 'two'"),
         (["--timeout", "0", "x.py"], "Expected more than 0 seconds, e.g. '90'"),
-        (["--timeout", "soon", "x.py"], "Received: 'soon'"),
         (["-n", "2"], "No script to run"),
         (["-n", "2", "--"], "No script to run"),
         (["-n", "2", "--", "-m"], "No script to run"),
         (["missing.py"], "There is no script 'missing.py'"),
+        (["plna", "make"], "Is it plan?"),
+        (["-n", "2", "--", "python3.11", "x.py"], "Leave out python3.11: ranks run this Python"),
         (["--mpi", "pvm", "x.py"], "pvm"),
-        (["-x", "A-B=1", "pyproject.toml"], "Received: -x A-B=1"),
-        (["-x", "TNT_SURELY_NOT_SET", "pyproject.toml"], "no such variable"),
-        (["--hostfile", "missing", "pyproject.toml"], "Cannot read --hostfile missing"),
+        (["-x", "A-B=1", __file__], "Received: -x A-B=1"),
+        (["-x", "TNT_SURELY_NOT_SET", __file__], "no such variable"),
+        (["--hostfile", "missing", __file__], "Cannot read --hostfile missing"),
+        (["--hostfile", "HOSTS", "--dry-run", __file__], "-oProxyCommand=evil"),
         (["--thread", "2", "x.py"], "--thread"),
         ([], "usage: tarantella"),
     ],
 )
-def test_wrong_usage_is_explained(arguments: list[str], complaint: str) -> None:
-    answer = call(*arguments)
-    assert answer.returncode == 2
-    assert complaint in answer.stderr
-    assert "Traceback" not in answer.stderr
-
-
-def test_a_hostfile_cannot_smuggle_options(tmp_path, capsys) -> None:
+def test_wrong_usage_is_explained(command, tmp_path, arguments, complaint) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("node1\n-oProxyCommand=evil\n")
-    assert command.main(["--hostfile", str(hosts), "--dry-run", __file__]) == 2
-    assert "-oProxyCommand=evil" in capsys.readouterr().err
+    assert command(*(hosts if argument == "HOSTS" else argument for argument in arguments)) == 2
+    assert complaint in command.stderr
+    assert "Traceback" not in command.stderr
 
 
-def test_the_version_is_printed() -> None:
-    assert call("--version").stdout.startswith("tarantella-pp ")
+def test_ranks_are_counted_as_mpi_spells_it(command) -> None:
+    assert command("-np", 3, "--dry-run", __file__) == 0
+    assert " 3 " in command.stdout.splitlines()[-1]

@@ -161,8 +161,9 @@ def summary_table(steps: Sequence[RecordedStep]) -> Group:
             *(f"{1e3 * seconds:.2f}" for seconds in (*parts, period - sum(parts), period)),
             f"{100 * busy / period:.1f}%",
         )
+    several = "" if schedule.num_micro_batches == 1 else "es"
     title = (
-        f"{schedule.name}, {schedule.num_micro_batches} micro-batches of a batch of "
+        f"{schedule.name}, {schedule.num_micro_batches} micro-batch{several} of a batch of "
         f"{steps[0].rows}; milliseconds in a step, medians of {len(steps)}"
     )
     return Group(Text(title, style="bold"), rows, Text(_compared(steps)))

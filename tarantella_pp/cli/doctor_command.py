@@ -86,19 +86,19 @@ def run(arguments: argparse.Namespace) -> int:
     answered = [host for host in found if not host.silence]
     names = [host.host for host in answered] * (1 if arguments.hostfile else 2)
     links: Links = {}
+    why = ""
     # Ranks find each other only with one MPI.
     if launcher and len(names) > 1 and len({host.versions.get("MPI") for host in answered}) == 1:
         links, why = measure_links(names, arguments)
-        if why:
-            problems.append(
-                f"Ranks on {', '.join(names)} do not all reach each other: {why}. Let connections "
-                "between the hosts of a job pass the firewall, and name the network for MPI if "
-                "there are several: UCX_NET_DEVICES=eth0 for MPICH, --mpi-args='--mca "
-                "btl_tcp_if_include eth0' for Open MPI. A hostfile of two hosts says whether "
-                "these two are the reason."
-                if arguments.hostfile
-                else f"Two ranks on this host do not run: {why}."
-            )
+    if why and arguments.hostfile is None:
+        problems.append(f"Two ranks on this host do not run: {why}.")
+    elif why:
+        problems.append(
+            f"Ranks on {', '.join(names)} do not all reach each other: {why}. Let connections "
+            "between the hosts of a job pass the firewall, and name the network for MPI if there "
+            "are several: UCX_NET_DEVICES=eth0 for MPICH, --mpi-args='--mca btl_tcp_if_include "
+            "eth0' for Open MPI. A hostfile of two hosts says whether these two are the reason."
+        )
     if arguments.json:
         measured = [{"hosts": pair, **link} for pair, link in links.items()]
         write_json({"hosts": msgspec.to_builtins(found), "links": measured, "problems": problems})
@@ -152,13 +152,11 @@ def _asked(line: hosts.Host, shell: Sequence[str], command: Sequence[str]) -> Ho
     if code is None:
         why = f"no answer within {ANSWER_SECONDS:g} s"
     elif code == 0:
-        facts = {"host": line.name, "slots": line.slots}
         try:
-            return msgspec.convert({**_json_objects(printed)[-1], **facts}, HostFacts)
-        except IndexError:
-            why = "no answer in what it has printed"
-        except msgspec.ValidationError as error:
-            why = f"it says what this version does not understand ({error})"
+            [facts] = _json_objects(printed)[-1:]
+            return msgspec.convert({**facts, "host": line.name, "slots": line.slots}, HostFacts)
+        except ValueError:  # none, or one of another version
+            why = "no answer that this version understands"
     advice = "Name a Python that finds this package with --python-interpreter."
     if not here:
         advice = (
@@ -249,26 +247,22 @@ def measure_links(names: Sequence[str], arguments: argparse.Namespace) -> tuple[
     reach = ("mpi", "remote_shell", "mpi_args", "python_interpreter")
     given = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in reach}
     options = [f"{option}={value}" for option, value in given.items() if value is not None]
+    environment = {**os.environ, "TNT_TIMEOUT": f"{WAIT_SECONDS:g}", "TNT_WARN": "0"}
     with tempfile.TemporaryDirectory(prefix="tarantella-doctor-") as folder:
         where = ["-n", "2", "--share-gpus"]
         if arguments.hostfile is not None:
             path = pathlib.Path(folder, "hosts")
             path.write_text("".join(f"{name}:1\n" for name in names), encoding="utf-8")
             where = ["--hostfile", str(path), "--no-gpu"]
-        found, why = exchange_messages([*where, *options], seconds)
-    return {(names[a], names[b]): link for (a, b), link in found.items()}, why
-
-
-def exchange_messages(
-    options: Sequence[str], seconds: float
-) -> tuple[dict[tuple[int, int], dict[str, float]], str]:
-    """Has ranks exchange messages in a job of its own, started as a user would."""
-    run = [sys.executable, "-m", "tarantella_pp", "run", *options, "--timeout", f"{seconds:g}"]
-    environment = {**os.environ, "TNT_TIMEOUT": f"{WAIT_SECONDS:g}", "TNT_WARN": "0"}
-    command = [*run, "--", "-m", "tarantella_pp.cli.doctor_probe"]
-    code, printed, said = _ran(command, seconds + MORE_SECONDS, environment)
-    told = [found for found in _json_objects(printed) if "pair" in found]
-    links = {tuple(found.pop("pair")): found for found in told}
+        # Started as a user would.
+        run = [sys.executable, "-m", "tarantella_pp", "run", *where, *options]
+        command = [*run, "--timeout", f"{seconds:g}", "--", "-m", "tarantella_pp.cli.doctor_probe"]
+        code, printed, said = _ran(command, seconds + MORE_SECONDS, environment)
+    links = {}
+    for found in _json_objects(printed):
+        if "pair" in found:
+            first, second = found.pop("pair")
+            links[names[first], names[second]] = found
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     ours = [line.removeprefix("tarantella: ") for line in lines if line.startswith("tarantella: ")]
     why = " ".join(ours or lines[-1:]) or f"exit code {-9 if code is None else code}"

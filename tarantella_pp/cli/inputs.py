@@ -70,15 +70,6 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
-def some_words(text: str) -> str:
-    """Reads a command."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError(
-            f"Expected a command; leave it out for the usual one. Received: {text!r}"
-        )
-    return text
-
-
 def _number(text: str, units: Mapping[str, float], least: float, expected: str) -> float:
     """Reads a number with a unit."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-zµ/]*)\s*", text.lower())

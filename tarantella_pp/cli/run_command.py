@@ -11,7 +11,7 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING
 
-from tarantella_pp.cli.inputs import alike, positive_int, positive_seconds, some_words
+from tarantella_pp.cli.inputs import alike, positive_int, positive_seconds
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -72,10 +72,10 @@ def add_reach(parser: argparse.ArgumentParser) -> None:
         help="hosts to run on, one per line: `host`, `host:4` or `host slots=4`")  # fmt: skip
     add("--mpi", default="auto", choices=("auto", "mpich", "openmpi", "slurm"),
         help="MPI that starts the ranks (default: the one mpi4py loads)")  # fmt: skip
-    add("--remote-shell", type=some_words, metavar="CMD",
+    add("--remote-shell", metavar="CMD",
         help="what reaches other hosts, e.g. 'ssh -p 2222' (default: ssh)")  # fmt: skip
     add("--mpi-args", metavar="ARGS", help="further options for the MPI's own launcher")
-    add("--python-interpreter", type=some_words, metavar="CMD",
+    add("--python-interpreter", metavar="CMD",
         help="what runs the script on each rank (default: this Python)")  # fmt: skip
 
 

@@ -151,7 +151,7 @@ class OpenMpi(Launcher):
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
         """Has session files kept with the job: they stay behind when a launcher is killed."""
         ours = super().environment(directory)
-        names = () if remote_shell is None else (_SHELL_OF_PRTE, _SHELL_OF_ORTE)
+        names = () if not remote_shell else (_SHELL_OF_PRTE, _SHELL_OF_ORTE)
         shells = dict.fromkeys(names, remote_shell or "")
         shell = shlex.split(remote_shell) if remote_shell else self.remote_shell(os.environ)
         if options := _options_of(shell):
@@ -196,7 +196,7 @@ class Slurm(Launcher):
         return []
 
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
-        if remote_shell is not None:
+        if remote_shell:
             raise ConfigurationError(
                 "Slurm needs no shell to start ranks on other hosts. Received: "
                 f"--remote-shell={remote_shell!r} with {self.executable}. Leave it out."

@@ -151,8 +151,8 @@ class OpenMpi(Launcher):
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
         """Has session files kept with the job: they stay behind when a launcher is killed."""
         ours = super().environment(directory)
-        names = () if not remote_shell else (_SHELL_OF_PRTE, _SHELL_OF_ORTE)
-        shells = dict.fromkeys(names, remote_shell or "")
+        names = (_SHELL_OF_PRTE, _SHELL_OF_ORTE)
+        shells = dict.fromkeys(names, remote_shell) if remote_shell else {}
         shell = shlex.split(remote_shell) if remote_shell else self.remote_shell(os.environ)
         if options := _options_of(shell):
             shells[_OPTIONS_OF_PRTE] = " ".join(

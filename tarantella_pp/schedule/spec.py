@@ -53,19 +53,15 @@ def bubble_fraction(
         raise ScheduleError(
             f"Expected one stage per rank for the formula of {name}. Received: stages_per_rank={v}"
         )
-    if name in ("gpipe", "1f1b", "eager-1f1b", "forward"):
-        work, idle = m, p - 1
-    elif name == "interleaved":
-        work, idle = v * m, p - 1 if m >= p else v * (p - m) + m - 1
-    elif name == "zb-h1":
-        work, idle = 3 * m, max(p - 1, 2 * p - 1 - m)
-    elif name == "zb-v":
-        work, idle = 6 * m, max(p - 1, 4 * p - 2 - 2 * m)
-    else:
-        raise ScheduleError(
-            "Expected gpipe, 1f1b, eager-1f1b, interleaved, zb-h1, zb-v or forward. "
-            f"Received: schedule={name!r}"
-        )
+    known = {
+        **dict.fromkeys(("gpipe", "1f1b", "eager-1f1b", "forward"), (m, p - 1)),
+        "interleaved": (v * m, p - 1 if m >= p else v * (p - m) + m - 1),
+        "zb-h1": (3 * m, max(p - 1, 2 * p - 1 - m)),
+        "zb-v": (6 * m, max(p - 1, 4 * p - 2 - 2 * m)),
+    }
+    if name not in known:
+        raise ScheduleError(f"Expected one of {', '.join(known)}. Received: schedule={name!r}")
+    work, idle = known[name]
     return Fraction(idle, work + idle)
 
 

@@ -187,9 +187,7 @@ def test_a_graph_is_no_plan_and_a_plan_no_graph(command, plan_file) -> None:
     "arguments",
     [
         ["plan", "show", "PLAN", "--json"],
-        ["plan", "show", "PLAN"],
         ["simulate", "PLAN"],
-        ["simulate", "PLAN", "--json"],
     ],
     ids=" ".join,
 )

@@ -10,7 +10,6 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
-import inspect
 import json
 import math
 import os
@@ -204,15 +203,6 @@ def _called(source: str) -> Any:
         names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         raise ConfigurationError(f"There is no function {name!r} in {place}.{alike(name, names)}")
     if not isinstance(made, keras.Model):
-        try:
-            inspect.signature(made).bind()
-        except TypeError as error:
-            raise ConfigurationError(
-                f"Expected a function without arguments. Received: {source}, {error}; give it a "
-                "default, or name a function that calls it."
-            ) from None
-        except ValueError:  # some built-in functions have no signature
-            pass
         with quiet_keras(f"{name}() of {place}"):
             made = made()
     if not isinstance(made, keras.Model):

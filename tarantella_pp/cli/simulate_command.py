@@ -256,10 +256,14 @@ def _assumptions(simulation: PlanSimulation, step: StepTimeline) -> list[str]:
     measured = [i for i, stage in enumerate(plan.stages) if stage.forward_seconds is not None]
     lines, latency, ring = [], f"{machine.latency * 1e6:g} us", "in a ring"
     if len(measured) < plan.num_stages:
+        moves = machine.memory_bandwidth
+        longer = "" if moves is None else f", or moves {_gigabytes(moves)} if that takes longer"
         lines.append(
-            f"{_speed(machine)}; a backward pass takes twice its forward pass, half for inputs and "
-            "half for weights."
+            f"a rank does {machine.flops_per_second / 1e12:g} TFLOP/s on every layer{longer}; a "
+            "backward pass takes twice its forward pass, half for inputs and half for weights."
         )
+    if machine.layers or machine.weight_bandwidth or machine.action_seconds:
+        lines.append("what else is known of a rank stands in `machine` of --json.")
     if measured:
         lines.append(f"stages {_list(measured)} take the seconds that the plan has of them.")
     if nodes is None:
@@ -281,20 +285,6 @@ def _assumptions(simulation: PlanSimulation, step: StepTimeline) -> list[str]:
     if not step.events:
         lines.append("the pipeline is too large to be played: closed forms for its slowest rank.")
     return lines
-
-
-def _speed(machine: HardwareSpec) -> str:
-    """What takes time on a rank."""
-    text = f"a rank does {machine.flops_per_second / 1e12:g} TFLOP/s on every layer"
-    if machine.memory_bandwidth is not None:
-        text += f", or moves {_gigabytes(machine.memory_bandwidth)} if that takes longer"
-    if machine.weight_bandwidth is not None:
-        text += f", lays out weights at {_gigabytes(machine.weight_bandwidth)}"
-    if machine.layers:
-        text += f", is as fast as was measured with layers ({', '.join(machine.layers)})"
-    if machine.action_seconds:
-        text += f", takes {machine.action_seconds * 1e6:g} us to start a computation"
-    return text
 
 
 def _gigabytes(speed: float | None) -> str:

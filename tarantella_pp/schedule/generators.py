@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from tarantella_pp.errors import ScheduleError
+from tarantella_pp.errors import ScheduleError, checked_count
 from tarantella_pp.schedule.actions import Compute, Kind
 from tarantella_pp.schedule.list_scheduling import Orders, merge
 from tarantella_pp.schedule.schedule import Schedule
@@ -280,12 +280,8 @@ def is_v_shaped(placement: Sequence[int]) -> bool:
 def check_counts(**counts: int | None) -> None:
     """Refuses counts that are not positive whole numbers; None stands for a default."""
     for option, value in counts.items():
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise ScheduleError(
-                f"Expected a whole number of at least 1. Received: {option}={value!r}"
-            )
+        if value is not None:
+            checked_count(option, value)
 
 
 def _orders(name: str, num_micro_batches: int, placement: tuple[int, ...]) -> Orders:

@@ -10,7 +10,13 @@ from dataclasses import dataclass, replace
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.lowering import lower
-from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec, bubble_fraction, in_flight_bounds
+from tarantella_pp.schedule.spec import (
+    MEMORY_FORMULAS,
+    SEARCHED,
+    ScheduleSpec,
+    bubble_fraction,
+    in_flight_bounds,
+)
 from tarantella_pp.simulation.schedule_search import search_schedule
 from tarantella_pp.simulation.simulator import Costs, StepTimeline, simulate
 
@@ -159,15 +165,14 @@ def _calculated(spec: ScheduleSpec, costs: Costs, num_micro_batches: int) -> Ste
     Messages are counted once there and once back, as if they were hidden but for that.
     """
     stages, ranks, m = spec.num_stages, spec.num_ranks, num_micro_batches
-    try:
-        bubble = float(bubble_fraction(spec.name, ranks, m, stages // ranks))
-        in_flight = in_flight_bounds(spec.name, stages, m)
-    except ScheduleError as error:
+    if spec.name not in MEMORY_FORMULAS or stages != ranks:
         raise ScheduleError(
             f"A step of {spec.name} on {ranks} ranks, with {stages} stages and {m} micro-batches, "
             "is too large to be played, and there are no closed forms for it. Take gpipe, 1f1b or "
             "zb-h1 with a rank for each stage."
-        ) from error
+        )
+    bubble = float(bubble_fraction(spec.name, ranks, m))
+    in_flight = in_flight_bounds(spec.name, stages, m)
     busy, peak = [0.0] * ranks, [0.0] * ranks
     for stage, rank in enumerate(spec.placement):
         cost = costs.stages[stage]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from tarantella_pp.errors import ScheduleError
+from tarantella_pp.errors import ScheduleError, TarantellaError
 from tarantella_pp.schedule import (
     bubble_fraction,
     make_schedule,
@@ -66,6 +66,6 @@ def test_megatron_order():
     ],
 )
 def test_wrong_options_are_refused_by_name(options, named):
-    with pytest.raises(ScheduleError) as error:
+    with pytest.raises(TarantellaError) as error:
         make_schedule(**{"name": "1f1b", "num_stages": 4, "num_micro_batches": 4} | options)
     assert named in str(error.value)

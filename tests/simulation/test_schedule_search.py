@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tarantella_pp.errors import ScheduleError
+from tarantella_pp.errors import TarantellaError
 from tarantella_pp.schedule import lower, make_schedule, validate
 from tarantella_pp.simulation import (
     Costs,
@@ -68,6 +68,6 @@ def test_the_search_uses_what_it_is_given():
     ],
 )
 def test_wrong_options_are_refused_by_name(options, named):
-    with pytest.raises(ScheduleError) as error:
+    with pytest.raises(TarantellaError) as error:
         search_schedule(**{"num_stages": 4, "num_micro_batches": 4} | options)
     assert named in str(error.value)

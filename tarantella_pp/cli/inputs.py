@@ -216,12 +216,7 @@ def _imported(name: str) -> ModuleType:
     """Imports a module, from the current folder as well, as `python -m` does."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ConfigurationError(f"There is no module {error.name!r}.") from None
-        raise
+    return importlib.import_module(name)
 
 
 def _loaded(script: Path, name: str) -> ModuleType:

@@ -125,7 +125,7 @@ def pipeline_step(
 ) -> StepTimeline:
     """Plays one step of a pipeline; a very large one is calculated from closed forms."""
     searched = spec.name == SEARCHED and spec.custom is None
-    # A search plays hundreds of schedules.
+    # A search plays dozens of schedules.
     most = MOST_SEARCHED if searched else MOST_PLAYED
     if spec.num_stages * num_micro_batches > most and spec.custom is None:
         return _calculated(spec, costs, num_micro_batches)

@@ -185,7 +185,7 @@ def test_an_application(command, script, tmp_path) -> None:
     [
         (2, "planned_models.py:smal", "There is no function 'smal' in planned_models.py. Is it"),
         (2, "planned_models.py:not_callable", "There is no function 'not_callable'"),
-        (2, "no_such_module:small", "There is no module 'no_such_module'"),
+        (1, "no_such_module:small", "No module named 'no_such_module'"),
         (1, "planned_models.py:needs", "missing 2 required positional arguments: 'width' and"),
         (1, "planned_models.py:raises", "raised ValueError: no such (planned"),
         (1, "planned_models.py:leaves", "raised SystemExit: 7"),

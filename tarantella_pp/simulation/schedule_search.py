@@ -56,10 +56,10 @@ def search_schedule(
     limits = _check_limits(in_flight_limit, num_stages, num_micro_batches)
     known = _named_schedules(num_micro_batches, where)
     candidates = [one for one in known if all(map(operator.le, one.held(), limits))]
-    players = [
+    players = (
         _PolicyScheduler(where, num_micro_batches, costs, policy)
         for policy in _policies(limits, len(set(where)))
-    ]
+    )
     played = min(players, key=ListScheduler.play)
     candidates.append(replace(known[0], actions=played.orders()))
     judged = [(_seconds(schedule, costs), schedule) for schedule in candidates]
@@ -90,7 +90,7 @@ def _check_limits(
             f"Expected at least 1 micro-batch for each of the {num_stages} stages. "
             f"Received: in_flight_limit={limits}"
         )
-    return tuple(min(bound, num_micro_batches) for bound in bounds)
+    return tuple(min(int(bound), num_micro_batches) for bound in bounds)
 
 
 def _policies(limits: Sequence[int], num_ranks: int) -> Iterator[_Policy]:

@@ -171,7 +171,10 @@ class _Reader:
         flow = mask_flow(node.operation, args, dict(kwargs), len(shapes))
         self._unmasked.update(bindings[key] for key, t in free.items() if id(t) in flow.removed)
         outputs = []
-        for i, (tensor, shape) in enumerate(zip(node.outputs, shapes, strict=True)):
+        sampled = any(self.tensors[t].shape[:1] == (None,) for t in bindings.values())
+        for i, (tensor, said) in enumerate(zip(node.outputs, shapes, strict=True)):
+            any_number = sampled and said[:1] == (1,) and rows_per_sample(probes[i]) == 1
+            shape = (None, *said[1:]) if any_number else said
             label = name if len(shapes) == 1 else f"{name}[{i}]"
             _check_result(tensor, node, label)
             made = self.add_tensor(label, shape, tensor.dtype, probes[i], flow.outputs[i])

@@ -151,10 +151,10 @@ def sample_axis(probe: Probe) -> int | None:
     return next(grows, 0 if None in few else None)
 
 
-def made_shapes(node: Any, free: dict[int, Any]) -> list[Shape]:
-    """Returns the shapes that a call makes from these symbolic tensors."""
+def made_shapes(node: Any, free: dict[int, Any], *, run: bool = False) -> list[Shape]:
+    """Returns the shapes that a call makes, as it says itself, or as running it shows."""
     args, kwargs = node.arguments.fill_in(free)
-    if network_of(node.operation) is not None:
+    if run or network_of(node.operation) is not None:
         specs = compute_output_spec(node.operation, *args, **kwargs)
     else:
         specs = node.operation.compute_output_spec(*args, **kwargs)
@@ -167,13 +167,16 @@ def probe_call(
     """Works out the shapes that a call makes."""
     if is_own_layer(node.operation) and all(rows_per_sample(p) == 1 for p, _ in given.values()):
         return [probe_of(shape) for shape in shapes]
+    # What layers say of their results' shapes is often that of the first thing that they are given,
+    # such as learned queries, which have no samples.
+    run = len({rows_per_sample(p) for p, _ in given.values()}) > 1
     results = []
     for i, _ in enumerate(_SAMPLES):
         free = {k: symbolic(p[i], dtype) for k, (p, dtype) in given.items() if p is not None}
         if len(free) < len(given):
             return [None] * len(shapes)
         try:
-            results.append(made_shapes(node, free))
+            results.append(made_shapes(node, free, run=run))
         except Exception:  # it needs another number of samples, or cannot run on placeholders
             return [None] * len(shapes)
     return list(zip(*results, strict=True))

@@ -44,6 +44,16 @@ def test_a_batch_of_fixed_size_counts_samples_too():
     assert {count for _, count in rows(keras.Model(inputs, ops.exp(x) * 2.0))} == {1}
 
 
+def test_learned_queries_get_a_row_for_each_sample_from_what_they_ask():
+    """Keras says of attention that its result has the shape of the queries."""
+    inputs = keras.Input((7, 4))
+    queries = layers.Dense(4)(ops.ones_like(inputs)[:1, :3])
+    made = layers.Dense(2)(layers.Attention()([queries, inputs]))
+    graph = extract(keras.Model(inputs, made)).graph
+    (output,) = (graph.tensors[i] for i in graph.outputs)
+    assert (output.shape, output.rows_per_sample) == ((None, 3, 2), 1)
+
+
 class HalfAndOne(layers.Layer):
     def call(self, x):
         return ops.reshape(x, (x.shape[0] // 2 + 1, -1)) if x.shape[0] else x

@@ -13,24 +13,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.custom_steps.step_trace import StepTrace
+from tarantella_pp.custom_steps.step_trace import StepTrace, Update
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.runtime.probes.linearity import nonlinear
+from tarantella_pp.runtime.probes.linearity import is_zero, nonlinear, uses_of_sums
 from tarantella_pp.runtime.probes.parts import (
     ALL,
     MEAN,
     ROWS,
     SAME,
     SUM,
+    Compared,
     PartsProbe,
     chosen,
     chosen_together,
+    much_larger,
     opposite,
     rows_of,
     smaller,
@@ -44,6 +46,8 @@ _PARTS = ((1, 2), (2, 1), (1, 2))
 # Bounds of the samples of a trial, else as many as the batch has: a step may treat some samples,
 # such as a rare class, in another way.
 _LEAST_ROWS, _MOST_ROWS = 6, 48
+# How far weights are moved where gradients are all zero.
+_DISTURBED = (1.0, 1e3)
 
 _OTHERWISE = (
     "Tried before training with samples of the first batch, those of a third and of the rest do "
@@ -91,29 +95,52 @@ class StepProbe:
         dense = [updates[n].dense[i] for n, i in keys]
         indices = [updates[n].gradients[i][1] for n, i in self._sparse]
         effects = [op for op in trace.graph.get_operations() if has_effect(op)]
-        self._probe = PartsProbe(
-            trace.function,
-            trace.inputs,
-            [*dense, *indices, *trace.outputs],
-            effects,
-            trace.written,
+        fetches = [*dense, *indices, *trace.outputs]
+        self._made = functools.partial(
+            PartsProbe, trace.function, trace.inputs, fetches, effects, trace.written
         )
+        self._probe = self._made()
 
     def run(self, tensors: Sequence[tf.Tensor]) -> None:
         """Tries the step with samples of a batch, as they are and changed."""
         given = max((int(tensor.shape[0]) for tensor in tensors), default=0)
-        rows = min(max(given // 3 * 3, _LEAST_ROWS), _MOST_ROWS)
+        rows = min(given // 3 * 3 or _LEAST_ROWS, _MOST_ROWS)
         samples = [some_rows(tensor, rows) for tensor in tensors]
         self._compare(samples, rows, _PARTS[0])
         # What depends on what there was before shows itself from the second time on.
         for sizes, change in zip(_PARTS[1:], (smaller, opposite), strict=True):
             with contextlib.suppress(tf.errors.OpError):  # content that it does not take
                 self._compare([change(tensor) for tensor in samples], rows, sizes)
+        for disturbed in _DISTURBED:
+            if not self.unknown():
+                break
+            with contextlib.suppress(tf.errors.OpError):
+                other = [much_larger(tensor) for tensor in samples]
+                probe = self._made(disturbed=disturbed)
+                parts = functools.partial(rows_of, other)
+                self._take_gradients(probe.compare(rows, thirds(rows), parts))
+
+    def unknown(self) -> set[int]:
+        """The updates whose gradients have been zero in all trials."""
+        known = {
+            number for (number, _), kinds in self.gradients.items() if not kinds >= {MEAN, SUM}
+        }
+        return {number for number, _ in self.gradients} - known
 
     def _compare(self, samples: Sequence[tf.Tensor], rows: int, sizes: Sequence[int]) -> None:
         """Runs the whole and its parts, and takes in what it shows."""
         given = functools.partial(rows_of, samples)
         found = self._probe.compare(rows, thirds(rows, sizes), given)
+        places = self._take_gradients(found)
+        self.fixed -= {key for key in self._sparse if SAME not in found.kinds(next(places))}
+        self.results = [kinds & found.kinds(next(places)) for kinds in self.results]
+        self.state = [kinds & found.kinds_of_state(i) for i, kinds in enumerate(self.state)]
+        for i in self._probe.counters():
+            moved = found.whole.state[i].astype(float) - found.start[i]
+            self.drawn[i] = moved.ravel().tolist()
+
+    def _take_gradients(self, found: Compared) -> Iterator[int]:
+        """Takes in what a trial shows of the gradients; returns the places of all else."""
         sizes_of: dict[int, list[float]] = {}  # of the gradients of each update
         for (number, _), gradient in zip(self.gradients, found.whole.values, strict=False):
             sizes_of.setdefault(number, []).append(float(np.max(np.abs(gradient), initial=0.0)))
@@ -122,12 +149,7 @@ class StepProbe:
         places = iter(range(len(found.whole.values)))
         for key in self.gradients:
             self.gradients[key] &= found.kinds(next(places), largest[key[0]])
-        self.fixed -= {key for key in self._sparse if SAME not in found.kinds(next(places))}
-        self.results = [kinds & found.kinds(next(places)) for kinds in self.results]
-        self.state = [kinds & found.kinds_of_state(i) for i, kinds in enumerate(self.state)]
-        for i in self._probe.counters():
-            moved = found.whole.state[i].astype(float) - found.start[i]
-            self.drawn[i] = moved.ravel().tolist()
+        return places
 
 
 def found_kinds(
@@ -154,6 +176,13 @@ def found_kinds(
                 "mean or a sum over samples. Begin with a smaller loss scale, or train in one "
                 "process."
             )
+        if number in probe.unknown() and not _of_weights(trace, update):
+            raise UnsupportedModelError(
+                f"The gradients that {what} applies with optimizer '{update.optimizer.name}' are "
+                "zero for samples of the first batch, also with other weights, so it is not known "
+                "whether they are a mean or a sum over samples. Leave the update out where its "
+                "loss does not count, or train in one process."
+            )
         bent = nonlinear([t for t in update.dense if t is not None], trace.of_samples)
         if bent is not None:
             raise UnsupportedModelError(
@@ -176,10 +205,19 @@ def found_kinds(
     )
 
 
+def _of_weights(trace: StepTrace, update: Update) -> bool:
+    """Whether gradients follow from weights alone, or are zero whatever the samples are."""
+    dense = [t for t in update.dense if t is not None]
+    return all(t.op not in trace.of_samples or is_zero(t) for t in dense)
+
+
 def _results(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
     found = []
     for i, kinds in enumerate(probe.results):
-        kind = SAME if i in trace.of_variables else chosen(kinds, (MEAN, SUM, SAME))
+        kind: str | None = SAME
+        if i not in trace.of_variables:
+            bent = nonlinear([trace.outputs[i]], trace.of_samples)
+            kind = chosen(kinds, (MEAN, SUM, SAME)) if bent is None else None
         if kind is None:
             raise UnsupportedModelError(
                 f"What {what} returns as '{trace.names[i]}' mixes samples. {_OTHERWISE} Return "
@@ -192,8 +230,8 @@ def _results(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
 
 def _check_rows(trace: StepTrace, probe: StepProbe, what: str) -> None:
     """Refuses predictions that do not consist of the predictions of some samples."""
-    for name, kinds in zip(trace.names, probe.results, strict=True):
-        if ROWS not in kinds:
+    for name, kinds, rows in zip(trace.names, probe.results, trace.outputs, strict=True):
+        if ROWS not in kinds or any(uses_of_sums([rows], trace.of_samples)):
             raise UnsupportedModelError(
                 f"What {what} returns{f' as {name!r}' if name else ''} does not have one row or "
                 "more for each sample that follows from that sample alone, so the predictions of "
@@ -211,7 +249,7 @@ def _state(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
             order = (SAME,)
         if trace.is_of_samples(variable):  # which may show with other samples only
             order = tuple(kind for kind in order if kind != SAME)
-        kind = chosen(kinds, order)
+        kind = None if trace.bends(variable) else chosen(kinds, order)
         if kind is None:
             raise UnsupportedModelError(
                 f"{what} writes '{trace.written[i].name}' with what mixes samples. {_OTHERWISE} "

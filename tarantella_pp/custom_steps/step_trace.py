@@ -15,7 +15,7 @@ import tensorflow as tf
 from tarantella_pp.custom_steps.distributed_optimizer import averages_gradients
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.training import updates_taken, variables_for
-from tarantella_pp.runtime.probes.linearity import following
+from tarantella_pp.runtime.probes.linearity import following, nonlinear_write
 from tarantella_pp.runtime.stage.graph_functions import frontier
 from tarantella_pp.runtime.stage.graph_split import has_effect
 from tarantella_pp.runtime.stage.side_effects import effects_of
@@ -124,6 +124,13 @@ class StepTrace:
         """Whether the step writes a variable with what follows from samples."""
         pairs = self.graph.captures
         return any(i.op in self.of_samples for o, i in pairs if o is variable.handle)
+
+    def bends(self, variable: tf.Variable) -> bool:
+        """Whether it is written with what does not follow linearly from a sum over samples."""
+        names = [inner.op.name for outer, inner in self.graph.captures if outer is variable.handle]
+        writes = {effect.operation for effect in self._effects if effect.argument in names}
+        operations = map(self.graph.get_operation_by_name, writes)
+        return any(nonlinear_write(op, self.of_samples) for op in operations)
 
     @functools.cached_property
     def of_variables(self) -> list[int]:

@@ -51,6 +51,12 @@ def compiled_metrics(model: Any) -> Any:
     return model._compile_metrics
 
 
+def made_by_keras(metric: Any) -> bool:
+    """Whether a metric is one of Keras' own, and so is the function that it is a mean of."""
+    parts = (type(metric), getattr(metric, "_fn", type(metric)))
+    return all(str(getattr(part, "__module__", "")).startswith("keras.") for part in parts)
+
+
 def track_loss(model: Any, loss: Any, rows: Any) -> None:
     """Updates the mean of the loss that a model's logs tell."""
     model._loss_tracker.update_state(loss, sample_weight=rows)

@@ -72,14 +72,10 @@ class BatchStep:
         """The share of a micro-batch in the batch."""
         return self.sizes[micro_batch] / self.batch.rows
 
-    def add(
-        self, stage: int, micro_batch: int, inputs: Sequence[tf.Tensor], losses: tf.Tensor
-    ) -> None:
+    def add(self, stage: int, micro_batch: int, losses: tf.Tensor) -> None:
         """Takes the losses that a stage's layers add for a micro-batch."""
-        probe = self._probes[stage]
-        probe.settle(self.sizes[micro_batch], inputs, losses, self.training)
         if not self.batch.share.is_spare:
-            factors = probe.factors(self.training, self.share(micro_batch))
+            factors = self._probes[stage].factors(self.training, self.share(micro_batch))
             self.added += tf.reduce_sum(losses * factors)
 
     def added_factors(self, stage: int, micro_batch: int) -> tf.Tensor:

@@ -156,7 +156,7 @@ class Executor:
         for edge in boundary.sends:
             self._activations[edge.source, edge.target, key] = _pick(values, edge.tensors)
         if added is not None:
-            step.add(boundary.index, key, inputs, added)
+            step.add(boundary.index, key, added)
         if boundary.model_outputs:
             step.finish(key, _pick(values, boundary.model_outputs))
 

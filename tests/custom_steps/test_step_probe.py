@@ -11,7 +11,7 @@ import tarantella_pp as tnt
 from tarantella_pp.custom_steps.step_probe import found_kinds
 from tarantella_pp.custom_steps.step_trace import StepTrace
 from tarantella_pp.errors import UnsupportedModelError
-from tests.helpers.own_steps import CASES, Regression, X, Y
+from tests.helpers.own_steps import CASES, Regression, SumOfLosses, X, Y
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -46,6 +46,22 @@ class Noisy(Regression):
         shift = keras.random.normal((3,), dtype="float64", seed=self.seeds)
         both = tf.concat([y, y], axis=0)
         return self.reduce(tf.square(self.last(hidden) + shift - both)), self(x)
+
+
+class SumAnnealed(SumOfLosses):
+    """A sum that does not count at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.share = self.add_weight((), "zeros", trainable=False)
+
+    def reduce(self, values):
+        return self.share * tf.reduce_sum(values)
+
+
+def test_sums_that_do_not_count_at_first_are_no_means():
+    _, found = kinds(SumAnnealed())
+    assert {*found.gradients[0]} == {"sum"}
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -194,6 +210,42 @@ class LargestSeen(Regression):
         return super().logs(loss, y, predicted)
 
 
+class LargestOfAll(LargestSeen):
+    """Sees nothing that is larger than what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest.assign(1e6)
+
+
+class Hidden(Regression):
+    """Its loss counts what is not a number only."""
+
+    def loss_of(self, x, y):
+        predicted = self(x)
+        hidden = tf.cast(tf.math.is_nan(y), y.dtype)
+        return self.reduce(tf.square(predicted) * hidden), predicted
+
+
+class RareLog(Regression):
+    def logs(self, loss, y, predicted):
+        return {"capped": tf.minimum(loss, 1e6)}
+
+
+class RareFlag(Regression):
+    def logs(self, loss, y, predicted):
+        return {"alarm": tf.cast(tf.reduce_any(predicted > 1e6), "float64")}
+
+
+class RareMetric(Regression):
+    """In a function of its own."""
+
+    @tf.function
+    def logs(self, loss, y, predicted):
+        self.tracker.update_state(tf.minimum(loss, 1e6))
+        return {"loss": loss}
+
+
 class OwnNumbers(Regression):
     def loss_of(self, x, y):
         return super().loss_of(x + tf.random.normal(tf.shape(x), dtype="float64"), y)
@@ -217,6 +269,11 @@ def distributed():
         (MixedLog, keras.optimizers.SGD, "returns as 'spread' mixes samples"),
         (MetricBefore, keras.optimizers.SGD, "returns as 'before' mixes samples"),
         (LargestSeen, keras.optimizers.SGD, "writes '.*largest.*' with what mixes samples"),
+        (LargestOfAll, keras.optimizers.SGD, "writes '.*largest.*' with what mixes samples"),
+        (Hidden, keras.optimizers.SGD, "are zero for samples of the first batch"),
+        (RareLog, keras.optimizers.SGD, "returns as 'capped' mixes samples"),
+        (RareFlag, keras.optimizers.SGD, "returns as 'alarm' mixes samples"),
+        (RareMetric, keras.optimizers.SGD, "writes '.*total.*' with what mixes samples"),
         (Clips, keras.optimizers.SGD, r"not follow linearly .*L2Loss.*global_clipnorm"),
         (ClipsValues, keras.optimizers.SGD, r"not follow linearly .*Minimum.*clipvalue"),
         (SkipsSome, keras.optimizers.SGD, r"not follow linearly .*L2Loss"),
@@ -230,3 +287,15 @@ def distributed():
 def test_what_is_refused(build, optimizer, message):
     with pytest.raises(UnsupportedModelError, match=message):
         kinds(build(), optimizer(), rows=9)
+
+
+class RareRows(Regression):
+    def predict_step(self, data):
+        predicted = self(data[0])
+        return tf.where(tf.reduce_any(predicted > 1e6), 0.5 * predicted, predicted)
+
+
+def test_predictions_that_samples_decide_together_are_refused():
+    trace = traced(RareRows(), name="predict_step")
+    with pytest.raises(UnsupportedModelError, match="from that sample alone"):
+        found_kinds(trace, [tf.constant(X[:9]), tf.constant(Y[:9])], "predict_step", by_rows=True)

@@ -36,6 +36,13 @@ def test_layers_know_what_they_added(model):
     assert [name for name, _ in training.added_losses(model)] == [dense.name]
 
 
+def test_metrics_know_the_function_that_they_are_a_mean_of():
+    metrics = keras.metrics
+    own = metrics.MeanMetricWrapper(lambda y, p: y - p)
+    found = map(training.made_by_keras, (metrics.Hinge(), metrics.AUC(), own))
+    assert list(found) == [True, True, False]
+
+
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_softmax_and_sigmoid_know_what_they_were_applied_to(name):
     kept = []

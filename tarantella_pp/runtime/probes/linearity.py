@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.internals.training import body_of
@@ -34,6 +35,7 @@ _LINEAR = {
 _PRODUCTS = {"Mul", "MulNoNan", "MatMul", "BatchMatMulV2", "Einsum", "MatrixSetDiagV3"}
 _PRODUCTS |= {"Conv2D", "Conv3D", "DepthwiseConv2dNative"}
 _GRADIENTS = re.compile(r"(Grad|Backprop(Input|Filter)?)(V\d+)?$")
+_SUMS = {"AddN", "AddV2", "Add", "Sub", "Pack"}
 _QUOTIENTS = {"RealDiv", "Div", "DivNoNan"}
 _CHOICES = {"Select", "SelectV2"}
 _BRANCHES = {"If", "StatelessIf"}
@@ -59,9 +61,9 @@ def uses_of_sums(
     """The operations above some tensors that are given a sum over samples, in their order."""
     _, above = frontier(tensors, lambda tensor: tensor.op not in follows)
     for op in tensors[0].graph.get_operations() if tensors else ():
-        given = [tensor for tensor in op.inputs if tensor.op in follows]
-        if op not in above or not given:
+        if op not in above:
             continue
+        given = [tensor for tensor in op.inputs if tensor.op in follows]
         body = body_of(op)
         if body is None:
             used = any(map(_is_sum, op.outputs if op.type in _EXTREMES else given))
@@ -76,13 +78,58 @@ def nonlinear(tensors: Sequence[tf.Tensor], follows: set[tf.Operation]) -> tf.Op
 
     What branches and loops do inside is not looked at.
     """
-    return next((op for op in uses_of_sums(tensors, follows) if not _is_linear(op, follows)), None)
+    return next(nonlinear_uses(tensors, follows), None)
+
+
+def nonlinear_uses(
+    tensors: Sequence[tf.Tensor], follows: set[tf.Operation]
+) -> Iterator[tf.Operation]:
+    """All such operations; see `nonlinear`."""
+    return (op for op in uses_of_sums(tensors, follows) if not _is_linear(op, follows))
+
+
+def sums_of(users: Sequence[tf.Operation], follows: set[tf.Operation]) -> list[tf.Tensor] | None:
+    """The sums that operations use, not those made of others; `None` if a function makes some."""
+    found = {}
+    for op in users:
+        if body_of(op) is not None:
+            return None
+        given = [t for t in op.inputs if t.op in follows and t.op not in users]
+        for tensor in filter(_is_sum, op.outputs if op.type in _EXTREMES else given):
+            found[tensor.ref()] = tensor
+    return list(found.values())
+
+
+def nonlinear_write(op: tf.Operation, follows: set[tf.Operation]) -> bool:
+    """Whether an operation that writes variables is given what is not linear in a sum."""
+    if (body := body_of(op)) is not None:
+        inside = _following_in(body, op, follows)
+        return any(
+            nonlinear_write(each, inside) for each in body.get_operations() if has_effect(each)
+        )
+    return nonlinear([t for t in op.inputs if t.dtype != tf.resource], follows) is not None
+
+
+def is_zero(tensor: tf.Tensor) -> bool:
+    """Whether a constant factor makes a value zero, whatever it is made of."""
+    op = tensor.op
+    if op.type == "Const":
+        return not np.any(tf.get_static_value(tensor))
+    if op.type in _PRODUCTS:
+        return any(map(is_zero, op.inputs))
+    if op.type in _SUMS:
+        return all(map(is_zero, op.inputs))
+    return op.type in _LINEAR | _QUOTIENTS and is_zero(op.inputs[0])
 
 
 def _is_sum(tensor: tf.Tensor) -> bool:
     dtype = tensor.dtype
     numbers = dtype.is_floating or dtype.is_complex or dtype.is_bool
     return bool(numbers and tensor.shape.is_fully_defined())
+
+
+def _has_samples(tensor: tf.Tensor) -> bool:
+    return tensor.shape.rank is not None and not tensor.shape.is_fully_defined()
 
 
 def _following_in(
@@ -94,6 +141,8 @@ def _following_in(
 
 def _is_linear(op: tf.Operation, follows: set[tf.Operation]) -> bool:
     given = [i for i, tensor in enumerate(op.inputs) if tensor.op in follows]
+    if op.type in _LINEAR | _PRODUCTS and _has_samples(op.outputs[0]):
+        return False  # these are given what all of them add up to
     if (body := body_of(op)) is not None:
         return nonlinear(body.outputs, _following_in(body, op, follows)) is None
     if op.type in _BRANCHES and 0 in given:

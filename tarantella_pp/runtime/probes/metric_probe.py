@@ -1,4 +1,4 @@
-"""Whether metrics may be updated with the parts of a batch one by one: tried, not believed."""
+"""Whether metrics may be updated with parts of a batch one by one, and layers' own: tried out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.internals.functional import layer_metrics
+from tarantella_pp.internals.training import made_by_keras
+from tarantella_pp.partition.graph.calls import Call
+from tarantella_pp.runtime.probes.linearity import following, nonlinear
 from tarantella_pp.runtime.probes.parts import (
+    MEAN,
     SAME,
     SUM,
     Array,
@@ -18,6 +24,7 @@ from tarantella_pp.runtime.probes.parts import (
     rows_of,
     some_rows,
 )
+from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, Samples
 from tarantella_pp.runtime.stage.graph_functions import dense_tensors
 from tarantella_pp.runtime.stage.graph_split import has_effect
 
@@ -42,34 +49,38 @@ def why_not_by_parts(
     made up. Nothing changes: neither the metrics nor any other state.
     """
     rows, rng = sum(PARTS), np.random.default_rng(0)
-    names = [metric.name for metric in metrics.metrics for _ in metric.variables]
+    owners = [metric for metric in metrics.metrics for _ in metric.variables]
     try:
         y, weight = (tf.nest.map_structure(lambda t: some_rows(t, rows), s) for s in (y, weight))
         results = [_made_up(spec, y, rows, rng) for spec in outputs]
         examples = (y, results, weight)
-        probe = _probe(metrics, pack, examples)
-        if probe is None:
-            return "a metric does more than to change its own variables"
+        probe = _probe(metrics, pack, examples, owners)
+        if isinstance(probe, str):
+            return probe
         zeros = tf.nest.map_structure(_with_zeros, (y, weight))
         masked = [_masked(result, rng) for result in results]
         # What looks at the share of zeros, or of masked values, shows itself the second time.
         for tried in (examples, (zeros[0], masked, zeros[1])):
             tensors = dense_tensors(tried)
             found = probe.compare(rows, PARTS, functools.partial(rows_of, tensors))
-            for i, name in enumerate(names):
+            for i, metric in enumerate(owners):
                 if not np.all(np.isfinite(found.whole.state[i])):
-                    return f"metric '{name}' is no number for made-up outputs"
+                    return f"metric '{metric.name}' is no number for made-up outputs"
                 if SUM not in found.kinds_of_state(i):
-                    return f"metric '{name}' looks at several samples at once"
+                    return _mixes(metric)
     except Exception as error:  # made-up data may be wrong for it in any way
         return f"the metrics cannot be tried with made-up outputs ({type(error).__name__}: {error})"
     return None
 
 
+def _mixes(metric: Any) -> str:
+    return f"metric '{metric.name}' looks at several samples at once"
+
+
 def _probe(
-    metrics: Any, pack: Callable[[Sequence[tf.Tensor]], Any], examples: Any
-) -> PartsProbe | None:
-    """Traces the update of the metrics; `None` if it does anything else."""
+    metrics: Any, pack: Callable[[Sequence[tf.Tensor]], Any], examples: Any, owners: Sequence[Any]
+) -> PartsProbe | str:
+    """Traces the update of the metrics, or says why no trial of it would show enough."""
 
     def run(*tensors: tf.Tensor) -> None:
         given = iter(tensors)
@@ -80,13 +91,21 @@ def _probe(
     specs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in dense_tensors(examples)]
     traced = tf.function(run, input_signature=specs, autograph=False).get_concrete_function()
     variables = [variable.value for variable in metrics.variables]
-    handles = {id(variable.handle) for variable in variables}
-    own = {inner.op for outer, inner in traced.graph.captures if id(outer) in handles}
+    handles = {id(v.handle): metric for v, metric in zip(variables, owners, strict=True)}
+    pairs = traced.graph.captures
+    own = {inner.op: handles[id(outer)] for outer, inner in pairs if id(outer) in handles}
     effects = [op for op in traced.graph.get_operations() if has_effect(op)]
     writes = [op for op in effects if op.type.startswith("Assign") and op.inputs[0].op in own]
     if any(op not in writes and op.type not in _HARMLESS for op in effects):
-        return None
-    return PartsProbe(traced, traced.inputs[: len(specs)], [], writes, variables)
+        return "a metric does more than to change its own variables"
+    inputs = traced.inputs[: len(specs)]
+    follows = following(traced.graph, inputs)
+    for op in writes:
+        metric = own[op.inputs[0].op]
+        # Of Keras' own, hinges look at all labels: whether these are 0 and 1, or -1 and 1.
+        if not made_by_keras(metric) and nonlinear(op.inputs[1:], follows) is not None:
+            return _mixes(metric)  # which may show with other samples only
+    return PartsProbe(traced, inputs, [], writes, variables)
 
 
 def _made_up(spec: tf.TensorSpec, y: Any, rows: int, rng: np.random.Generator) -> tf.Tensor:
@@ -117,3 +136,62 @@ def _with_zeros(tensor: Any) -> Any:
 def same(first: Array, second: Array) -> bool:
     """Returns whether two values of a variable differ by rounding at the most."""
     return SAME in kinds_of(0.0, first, [second], [1.0], tolerance=0.0)
+
+
+def metric_means(
+    calls: Sequence[Call], trace: ProbeTrace, samples: Samples, num_replicas: int
+) -> list[Any]:
+    """The variables of layers' metrics to which a call adds a mean, or a constant.
+
+    What a micro-batch adds to these counts by its share of the batch. All others come out right by
+    themselves: sums over samples, and what parts lead to one after the other, as a maximum. What
+    replicas add is added up, so there it must not depend on what was there before.
+    """
+    named = [
+        (variable, metric.name, call.operation.name)
+        for call in calls
+        for metric in layer_metrics(call.operation)
+        for variable in metric.variables
+    ]
+    metrics = list({id(variable): (variable, *names) for variable, *names in named}.values())
+    if not metrics:
+        return []
+    variables = [variable.value for variable, *_ in metrics]
+    probe, rows = trace.writing(variables), sum(PARTS)
+    # The first samples only: later ones may be the same once more, in another part.
+    found = probe.compare(rows, PARTS, samples.of)
+    more = probe.compare(rows, PARTS, samples.of)  # once more, from where the whole has led
+    in_turn = _one_after_the_other(trace.writing(variables), samples)
+    means = []
+    for place, (variable, metric, layer) in enumerate(metrics):
+        before, after = found.start[place], found.whole.state[place]
+        if num_replicas > 1 and not same(more.whole.state[place], after + (after - before)):
+            raise UnsupportedModelError(
+                f"How layer '{layer}' changes its metric '{metric}' depends on what it was, so "
+                f"that the num_replicas={num_replicas} replicas cannot add up what each has "
+                "measured. Use num_replicas=1, or pass it to `compile(metrics=...)`."
+            )
+        kinds = found.kinds_of_state(place)
+        if SUM in kinds or same(after, in_turn[place]):
+            continue
+        if MEAN not in kinds:
+            raise UnsupportedModelError(
+                f"Layer '{layer}' updates its metric '{metric}' with something that is neither a "
+                "sum nor a mean over samples, so that micro-batches would change it. Use "
+                "num_micro_batches=1, or give the metric one value for each sample."
+            )
+        means.append(variable)
+    return means
+
+
+def _one_after_the_other(probe: PartsProbe, samples: Samples) -> list[Array]:
+    """What the variables are after the first samples and then those behind them."""
+    begin = PARTS[0]
+    probe.compare(begin, [begin], samples.of)
+    size = PARTS[1]
+    last = probe.compare(size, [size], lambda rows: samples.of(_moved(rows, begin)))
+    return last.whole.state
+
+
+def _moved(rows: slice, by: int) -> slice:
+    return slice(rows.start + by, rows.stop + by)

@@ -101,10 +101,7 @@ def chosen(kinds: frozenset[str], order: Sequence[str]) -> str | None:
 
 def chosen_together(found: Mapping[int, frozenset[str]]) -> dict[int, str | None]:
     """Chooses the kinds of gradients of one update: what shows nothing is as the others are."""
-    sure = {MEAN if MEAN in kinds else SUM for kinds in found.values() if SUM not in kinds}
-    order = (MEAN, SUM) if sure else (SUM, MEAN)
-    if all(kinds >= {MEAN, SUM} for kinds in found.values()):  # nothing is known of any of them
-        order = (MEAN, SUM)
+    order = (SUM, MEAN) if all(SUM in kinds for kinds in found.values()) else (MEAN, SUM)
     return {i: chosen(kinds, order) for i, kinds in found.items()}
 
 
@@ -156,7 +153,8 @@ class PartsProbe:
     """Runs a traced function on samples and on parts of them, in numbers as wide as can be.
 
     Random numbers are drawn for the whole, and each part is given its samples' numbers: it would
-    draw others by itself. Nothing changes: the function writes copies of its variables.
+    draw others by itself. Nothing changes: the function writes copies of its variables. All of
+    these are moved by some number if that is given: weights of losses may begin at zero.
 
     Attributes:
         tolerance: How far numbers may be apart that count as the same.
@@ -170,12 +168,17 @@ class PartsProbe:
         effects: Sequence[tf.Operation] = (),
         written: Sequence[tf.Variable] = (),
         rows: int = _FEW,
+        disturbed: float = 0.0,
     ) -> None:
         operations = function.graph.get_operations()
         self._function, self._inputs, self._effects = function, list(inputs), effects
         self._draws = [op.outputs[0] for op in operations if DRAWS.match(op.type)]
         self._wanted, self._count = [*fetches, *self._draws], len(fetches)
         self._variables = list(written)
+        self._disturbed = disturbed
+        if disturbed:
+            known = {id(variable.handle) for variable in written}
+            self._variables += [v for v in function.graph.variables if id(v.handle) not in known]
         self._dtypes = {tensor.dtype for op in operations for tensor in op.outputs}
         weights = sum(v.shape.num_elements() * v.dtype.size for v in function.graph.variables)
         found = {dtype.as_datatype_enum for dtype in self._dtypes}
@@ -198,6 +201,8 @@ class PartsProbe:
 
     def _compile(self, graph: TrialGraph) -> None:
         self._graph = graph
+        for variable in graph.written if self._disturbed else ():
+            _disturb(variable, self._disturbed)
         dtypes = {graph.dtype(dtype) for dtype in self._dtypes}
         self.tolerance = min(_COARSEST, _SHAPES * max(TOLERANCES.get(d, 0.0) for d in dtypes))
 
@@ -274,6 +279,16 @@ class PartsProbe:
         return [next((i for i, n in enumerate(a.shape) if n != b.shape[i]), None) for a, b in pairs]
 
 
+def _disturb(variable: tf.Variable, size: float) -> None:
+    """Moves the numbers of a variable; counters of steps far, for some losses begin late."""
+    if variable.dtype.is_floating:
+        wave = tf.cos(1.3 * tf.range(tf.cast(tf.size(variable), tf.float64)))
+        added = size * (0.3 + 0.2 * tf.reshape(wave, variable.shape))
+        variable.assign_add(tf.cast(added, variable.dtype))
+    elif variable.dtype in (tf.int32, tf.int64):
+        variable.assign_add(tf.fill(variable.shape, tf.constant(10**6, variable.dtype)))
+
+
 def _bytes(tensor: tf.Tensor, rows: int) -> int:
     if tensor.shape.rank is None or not tensor.dtype.size:
         return 0
@@ -320,6 +335,16 @@ def opposite(tensor: tf.Tensor) -> tf.Tensor:
     rows = int(tensor.shape[0])
     factors = np.linspace(0.4, 1.0, rows) * np.where(np.arange(rows) % 2, 1.0, -1.0)
     return _multiplied(tensor[::-1], factors, np.arange(rows) % 3 != 0)
+
+
+def much_larger(tensor: tf.Tensor) -> tf.Tensor:
+    """Other samples: numbers that are much larger."""
+    return 30 * tensor if tensor.dtype.is_floating else tensor
+
+
+def alike(tensor: tf.Tensor) -> tf.Tensor:
+    """Other samples: the first one again and again, which go where few of them may."""
+    return tf.repeat(tensor[:1], tensor.shape[0], axis=0)
 
 
 def _multiplied(tensor: tf.Tensor, factors: Array, kept: Array) -> tf.Tensor:

@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 
 from tarantella_pp.internals.training import moving_statistics
 from tarantella_pp.partition.graph.calls import Call
-from tarantella_pp.runtime.probes.linearity import following, nonlinear
+from tarantella_pp.runtime.probes.linearity import (
+    following,
+    is_zero,
+    nonlinear,
+    nonlinear_uses,
+    sums_of,
+    uses_of_sums,
+)
 from tarantella_pp.runtime.probes.parts import (
     FLOOR,
     ROWS,
@@ -23,6 +30,7 @@ from tarantella_pp.runtime.probes.parts import (
     SUM,
     Compared,
     PartsProbe,
+    kinds_of,
     thirds,
 )
 from tarantella_pp.runtime.stage.graph_functions import (
@@ -50,6 +58,10 @@ def samples_back(tensors: Sequence[Any], axes: Sequence[int | None]) -> list[Any
 
 def _moves(tensor: Any, axis: int | None) -> bool:
     return bool(axis) and len(tensor.shape) > (axis or 0)
+
+
+# How far sums over samples are moved, relative to their size, and what then counts as no change.
+_MOVES, _ROUGHLY = (0.0, 1.0, -1.0, 1e2, 1e8, 1e16), 1e-4
 
 
 class Samples:
@@ -100,7 +112,10 @@ class ProbeTrace:
         self._parts: list[list[tf.Tensor]] = []
         self._made: list[tuple[Call, list[tf.Tensor]]] = []
         self.weights: list[Any] = []
+        self._seeds: list[tf.Tensor] = []
+        self._raw: list[tf.Tensor] = []  # their gradients, or the values of the slices of these
         self._sparse: list[int] = []
+        self._probes: dict[float, PartsProbe] = {}
         self.added_by: tuple[str, ...] = ()
         self.drawn_by: list[Call] = []
         self._numbers = _random_numbers()
@@ -111,10 +126,13 @@ class ProbeTrace:
         self._feeds = self.function.inputs[: len(specs) + 2]
         self._samples = [t for t in self._feeds[2:] if t.shape.rank and t.shape[0] is None]
 
-    @functools.cached_property
-    def _probe(self) -> PartsProbe:
-        fetches = [tensor for part in self._parts for tensor in part]
-        return PartsProbe(self.function, self._feeds, fetches, rows=self._rows)
+    def _probe(self, disturbed: float = 0.0) -> PartsProbe:
+        if disturbed not in self._probes:
+            fetches = [tensor for part in self._parts for tensor in part]
+            self._probes[disturbed] = PartsProbe(
+                self.function, self._feeds, fetches, rows=self._rows, disturbed=disturbed
+            )
+        return self._probes[disturbed]
 
     def compare(
         self,
@@ -122,8 +140,9 @@ class ProbeTrace:
         factors: Array | float = 0.0,
         sums: Array | float = 0.0,
         sizes: Sequence[int] = (1, 2),
+        disturbed: float = 0.0,
     ) -> StageKinds:
-        """Runs the stage on samples and on parts of them.
+        """Runs the stage on samples and on parts of them, with other weights if asked to.
 
         `factors` says what each added loss counts in the loss. In the loss of a part, means count
         by the part's share of the samples, and `sums` (1 for each that is one) as they are.
@@ -135,18 +154,69 @@ class ProbeTrace:
             place = tf.constant([rows.start, size], tf.int32)
             return [place, tf.constant(counted, keras.config.floatx()), *samples.of(rows)]
 
-        found = self._probe.compare(samples.rows, thirds(samples.rows, sizes), given)
+        found = self._probe(disturbed).compare(samples.rows, thirds(samples.rows, sizes), given)
         return _stage_kinds(found, [len(part) for part in self._parts], self._sparse)
 
     def both_ways(self, samples: Samples) -> Iterator[StageKinds]:
         """Compares, with random numbers twice: these may pair samples of one part by chance."""
-        for sizes in ((1, 2), (2, 1))[: 2 if self._probe.draws else 1]:
+        for sizes in ((1, 2), (2, 1))[: 2 if self._probe().draws else 1]:
             yield self.compare(samples, sizes=sizes)
+
+    @functools.cached_property
+    def _follows(self) -> set[tf.Operation]:
+        seeds = [seed for seed in self._seeds if not seed.shape.is_fully_defined()]
+        return following(self.function.graph, [*self._samples, *seeds])
+
+    def _added(self, loss: int) -> tf.Tensor:
+        return self._parts[1][0].op.inputs[loss]
 
     def bends(self, loss: int) -> bool:
         """Whether an added loss is made of sums over samples in a way that is not linear."""
-        follows = following(self.function.graph, self._samples)
-        return nonlinear([self._parts[1][0].op.inputs[loss]], follows) is not None
+        return nonlinear([self._added(loss)], self._follows) is not None
+
+    def is_zero(self, loss: int) -> bool:
+        """Whether an added loss is always zero, as regularizers with a factor of zero are."""
+        return is_zero(self._added(loss))
+
+    def mixes_rarely(self, samples: Samples) -> bool:
+        """Whether samples see sums over all of them that change something if these are others.
+
+        Many a sum changes nothing, as a largest number that is taken off before `exp`.
+        """
+        outputs, _, given, shortened, _ = self._parts
+        users = list(uses_of_sums(outputs, self._follows))
+        users += nonlinear_uses([*given, *self._raw], self._follows)
+        sums = sums_of(users, self._follows)
+        if not sums:
+            return sums is None
+        fetches = [*outputs, *given, *shortened]
+        place, factors = tf.constant([0, samples.rows]), np.zeros(len(self.added_by))
+        inputs = [place, tf.constant(factors, keras.config.floatx()), *samples.inputs]
+        (before,) = self._made_of_all(samples.rows, sums, [], [inputs])
+        pairs = list(zip(sums, before, strict=True))
+        moved = [[*inputs, *(_moved(*pair, by) for pair in pairs)] for by in _MOVES]
+        honest, *others = self._made_of_all(samples.rows, fetches, sums, moved)
+        return not all(
+            SAME in kinds_of(0.0, one, [other], [1.0], _ROUGHLY)
+            for each in others
+            for one, other in zip(honest, each, strict=True)
+        )
+
+    def _made_of_all(
+        self,
+        rows: int,
+        fetches: Sequence[tf.Tensor],
+        fed: Sequence[tf.Tensor],
+        trials: Sequence[Sequence[tf.Tensor]],
+    ) -> list[list[Array]]:
+        """What the stage makes of all samples, where some tensors are given other values, too."""
+        probe = PartsProbe(self.function, [*self._feeds, *fed], fetches, rows=self._rows)
+        return [probe.compare(rows, [rows], _always(given)).whole.values for given in trials]
+
+    def first_to_see_sums(self) -> Call | None:
+        """The first of the stage's calls that gives samples what follows from all of them."""
+        seen = (call for call, made in self._made if any(uses_of_sums(made, self._follows)))
+        return next(seen, None)
 
     def outputs(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The stage's outputs for some inputs, as it hands them on."""
@@ -194,6 +264,7 @@ class ProbeTrace:
         pairs = zip(module.accumulator.weights, gradients, strict=False)
         found = [(weight, gradient) for weight, gradient in pairs if gradient is not None]
         self.weights = [weight for weight, _ in found]
+        self._raw = [g.values if isinstance(g, tf.IndexedSlices) else g for _, g in found]
         self.added_by = module.added_by[self._training]
         shortened = _in_short(self.weights, [gradient for _, gradient in found])
         slices = {i: g for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
@@ -226,6 +297,7 @@ class ProbeTrace:
         )
         for axis, target in zip(axes, targets[1:], strict=True):
             seeds.append(tf.zeros_like(target) if axis is None else _pattern(target, place))
+        self._seeds = seeds[1:]
         try:
             found = tf.gradients(targets, [*sources, *variables], grad_ys=seeds)
         except (NotImplementedError, LookupError):  # such a stage runs on a tape
@@ -264,6 +336,17 @@ def _stage_kinds(found: Compared, counts: Sequence[int], sparse: Sequence[int]) 
         strange,
         frozenset(i for place, i in rows if SAME in found.kinds(place)),
     )
+
+
+def _always(given: Sequence[tf.Tensor]) -> Callable[[slice], Sequence[tf.Tensor]]:
+    return lambda _: given
+
+
+def _moved(tensor: tf.Tensor, value: Array, by: float) -> tf.Tensor:
+    """Another value of a tensor."""
+    if tensor.dtype.is_bool:
+        return tf.constant(value == (not by))
+    return tf.cast(value + by * (1.0 + np.abs(value)), tensor.dtype)
 
 
 def _random_numbers() -> Any:

@@ -20,8 +20,9 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.runtime.probes.layer_metric_probe import metric_means
-from tarantella_pp.runtime.probes.parts import MEAN, SUM, opposite
+from tarantella_pp.partition.graph.calls import Call
+from tarantella_pp.runtime.probes.metric_probe import metric_means
+from tarantella_pp.runtime.probes.parts import MEAN, SUM, alike, much_larger, opposite
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, Samples, samples_first
 from tarantella_pp.runtime.stage.side_effects import refuse_effects
 from tarantella_pp.runtime.stage.stage_module import StageModule
@@ -29,6 +30,8 @@ from tarantella_pp.runtime.stage.stage_module import StageModule
 # Samples to try a stage out with, of following micro-batches too; else the same ones once more.
 # Parts of these must have other samples each: two of [a b] would have the same mean as the whole.
 _WANTED, _ENOUGH = 6, 4
+# What losses are tried with besides: samples are changed and weights moved, until something shows.
+_CHANGES = ((opposite, 0.0), (much_larger, 1.0), (much_larger, 1e3))
 
 Array = np.ndarray[Any, Any]
 
@@ -58,7 +61,6 @@ class StageProbe:
         self._others = others
         self._num_replicas = num_replicas
         self._axes = module.boundary.axes_of(tensor.tensor for tensor in module.boundary.inputs)
-        self._traces: dict[bool, ProbeTrace] = {}
         self._kinds: dict[bool, Array] = {}
         self._factors: dict[tuple[bool, int, float], tf.Tensor] = {}
 
@@ -71,7 +73,7 @@ class StageProbe:
     ) -> list[tf.Tensor]:
         """Tries the stage out; changes nothing."""
         rows, first = pieces.sizes[0], samples_first(inputs, self._axes)
-        trace = self._trace_for(training, rows, first)
+        trace = self._trace(training, rows, first)
         refuse_effects(trace.function, self._module.layer, pieces.total, pieces.is_plain)
         for call in trace.drawn_by:
             raise UnsupportedModelError(
@@ -92,30 +94,14 @@ class StageProbe:
             self._module.means[training] = metric_means(
                 self._module.layer.calls, trace, samples, self._num_replicas
             )
-        self._forget(training)
         return trace.outputs(first) if self._module.boundary.sends else []
-
-    def settle(
-        self, rows: int, inputs: Sequence[tf.Tensor], added: tf.Tensor, training: bool
-    ) -> None:
-        """Looks again at losses that were zero when the stage was tried out."""
-        unknown = np.isnan(self._kinds.get(training, np.zeros(0)))
-        # Only then are the losses read: that waits for a GPU, with each micro-batch.
-        if not unknown.any() or not np.any(unknown & (added.numpy() != 0)):
-            return
-        samples = self._enough(rows, samples_first(inputs, self._axes))
-        self._find_kinds(self._traces[training], training, samples)
-        unknown = np.isnan(self._kinds[training]) & (added.numpy() != 0)
-        if unknown.any():
-            raise _not_additive(self._module.added_by[training][int(np.argmax(unknown))])
-        self._forget(training)
 
     def factors(self, training: bool, share: float) -> tf.Tensor:
         """What the added losses of a micro-batch count in the loss of the batch."""
         count = len(self._module.added_by[training])
         key = training, count, share
         if key not in self._factors:  # made once, for each micro-batch of each step asks for it
-            kinds = np.nan_to_num(self._kinds.get(training, np.zeros(count)))
+            kinds = self._kinds.get(training, np.zeros(count))
             self._factors[key] = tf.constant(np.maximum(kinds, share), keras.config.floatx())
         return self._factors[key]
 
@@ -132,48 +118,27 @@ class StageProbe:
                 )
 
     def _refuse_coupled(self, trace: ProbeTrace, training: bool, samples: Samples) -> None:
-        self._refuse_mixing(trace, samples, training)
-        self._find_kinds(trace, training, samples)
-
-    def _refuse_mixing(self, trace: ProbeTrace, samples: Samples, training: bool) -> None:
         for found in trace.both_ways(samples):
             if training:
                 self._module.accumulator.fixed = found.fixed
             if found.mixes or found.strange:
-                break
-        else:
-            return
-        call, what, how = trace.first_call(samples), "One of the layers", "gradient"
-        if call is not None:
-            what, how = f"'{call.name}' ({type(call.operation).__name__})", "result"
-        elif found.strange:
-            what = f"The layer of weight '{trace.weights[found.strange[0]].path}'"
-        raise UnsupportedModelError(
-            f"{what} mixes samples, or looks at the number of samples or at the place of one: its "
-            f"{how} for some samples of a batch changes when they are alone, so in micro-batches "
-            "it would train something else than in one process. Use num_micro_batches=1 and "
-            "num_replicas=1, or a form of it that treats each sample by itself, with the samples "
-            "along the first dimension."
-        )
-
-    def _find_kinds(self, trace: ProbeTrace, training: bool, samples: Samples) -> None:
+                strange = [trace.weights[place].path for place in found.strange]
+                raise _mixes(trace.first_call(samples), strange)
+        crowded = samples.changed(alike)
+        if trace.compare(crowded).mixes:
+            raise _mixes(trace.first_call(crowded), [])
         self._factors.clear()
         if self._module.added_by[training]:
             self._kinds[training] = _added_kinds(trace, samples)
+        if trace.mixes_rarely(samples):
+            raise _mixes(trace.first_to_see_sums(), [])
 
-    def _forget(self, training: bool) -> None:
-        """Drops a trace that is of no more use."""
-        if not np.isnan(self._kinds.get(training, 0.0)).any():
-            del self._traces[training]
-
-    def _trace_for(self, training: bool, rows: int, inputs: Sequence[tf.Tensor]) -> ProbeTrace:
-        if training not in self._traces:
-            specs = [
-                tf.TensorSpec([None, *x.shape[1:]] if one else x.shape, x.dtype)
-                for x, one in zip(inputs, self._batched(rows, inputs), strict=True)
-            ]
-            self._traces[training] = ProbeTrace(self._module, specs, training, rows)
-        return self._traces[training]
+    def _trace(self, training: bool, rows: int, inputs: Sequence[tf.Tensor]) -> ProbeTrace:
+        specs = [
+            tf.TensorSpec([None, *x.shape[1:]] if one else x.shape, x.dtype)
+            for x, one in zip(inputs, self._batched(rows, inputs), strict=True)
+        ]
+        return ProbeTrace(self._module, specs, training, rows)
 
     def _batched(self, rows: int, inputs: Sequence[tf.Tensor]) -> list[bool]:
         """For each input whether it has rows of samples."""
@@ -202,28 +167,28 @@ class StageProbe:
 
 
 def _added_kinds(trace: ProbeTrace, samples: Samples) -> Array:
-    """Which losses that layers add are sums (1) and which are means (0), if anything shows it.
-
-    Not a number for those that are zero for these samples, and their gradients, too.
-    """
+    """Which losses that layers add are sums (1) and which are means (0)."""
     kinds = [each & {SUM, MEAN} for each in trace.compare(samples).added]
-    with contextlib.suppress(tf.errors.OpError):  # made-up content that a layer does not take
-        again = trace.compare(samples.changed(opposite)).added
-        kinds = [one & two for one, two in zip(kinds, again, strict=True)]
+    for change, disturbed in _CHANGES:
+        if disturbed and all(len(each) < 2 for each in kinds):
+            break  # other weights need copies of all
+        with contextlib.suppress(tf.errors.OpError):  # made-up content that a layer does not take
+            again = trace.compare(samples.changed(change), disturbed=disturbed).added
+            kinds = [one & two for one, two in zip(kinds, again, strict=True)]
     names, count = trace.added_by, len(kinds)
     for place, (name, each) in enumerate(zip(names, kinds, strict=True)):
         if not each or trace.bends(place):  # which may show with other samples only
             raise _not_additive(name)
     known = np.array([np.nan if len(each) > 1 else float(SUM in each) for each in kinds])
-    for i in np.flatnonzero(np.isnan(known)):  # what shows in the gradients alone
+    for i in map(int, np.flatnonzero(np.isnan(known))):  # what shows in the gradients alone
         one = np.eye(count)[i]
         fits = [kind for kind in (0.0, 1.0) if _gradients_add_up(trace, samples, one, kind * one)]
-        if not fits:
+        if not fits or (len(fits) > 1 and not trace.is_zero(i)):
             raise _not_additive(names[i])
-        known[i] = np.nan if len(fits) > 1 else fits[0]
-    every, sums = np.where(np.isnan(known), 0.0, 1 + np.arange(count) / 7), np.nan_to_num(known)
-    if not _gradients_add_up(trace, samples, every, sums):
-        each_alone = [_gradients_add_up(trace, samples, one, sums) for one in np.diag(every)]
+        known[i] = fits[0]
+    every = 1 + np.arange(count) / 7
+    if not _gradients_add_up(trace, samples, every, known):
+        each_alone = [_gradients_add_up(trace, samples, one, known) for one in np.diag(every)]
         raise _not_additive(names[each_alone.index(False) if False in each_alone else 0])
     return known
 
@@ -250,6 +215,21 @@ def _another(tensor: tf.Tensor) -> tf.Tensor:
     wave = tf.abs(tf.cos(1.1 * tf.cast(tf.range(tf.size(tensor)), tf.float64)))
     wave = tf.reshape(tf.cast(wave, tensor.dtype), tf.shape(tensor))
     return 1.25 * tensor + 0.1 * (tf.reduce_max(tf.abs(tensor)) + 0.1) * wave
+
+
+def _mixes(call: Call | None, strange: Sequence[str]) -> UnsupportedModelError:
+    what, how = "One of the layers", "gradient"
+    if call is not None:
+        what, how = f"'{call.name}' ({type(call.operation).__name__})", "result"
+    elif strange:
+        what = f"The layer of weight '{strange[0]}'"
+    return UnsupportedModelError(
+        f"{what} mixes samples, or looks at the number of samples or at the place of one: its "
+        f"{how} for some samples of a batch may change when they are alone, so in micro-batches "
+        "it would train something else than in one process. Use num_micro_batches=1 and "
+        "num_replicas=1, or a form of it that treats each sample by itself, with the samples "
+        "along the first dimension."
+    )
 
 
 def _not_additive(name: str) -> UnsupportedModelError:

@@ -73,7 +73,25 @@ def weighed_by_the_others(x):
     return ops.sum(ops.square(ops.mean(x, axis=0)))
 
 
+def rare_hinge(x):
+    return ops.sum(ops.relu(x[:, 0] - 20.0))
+
+
+class Annealed(Adds):
+    """Its loss counts from the second step on."""
+
+    def __init__(self, *functions):
+        super().__init__(*functions)
+        self.share = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.add_loss(self.share * ops.sum(ops.square(x)))
+        return super().call(x)
+
+
 KINDS = {
+    "zero for these": (rare_hinge, average),
+    "zero for all": (lambda x: 0.0 * ops.sum(ops.square(x)), keras.regularizers.L2(0.0)),
     "sum": (total,),
     "mean": (average,),
     "vector": (divergence,),
@@ -94,6 +112,17 @@ def test_sums_and_means_are_told_apart_and_are_exact(name):
     plain = outcome(model_of(Adds(*KINDS[name])))
     piped = PipelineModel(model_of(Adds(*KINDS[name])), 2, num_micro_batches=3)
     assert distance(plain, outcome(piped)) < 1e-10
+
+
+def test_losses_that_do_not_count_at_first_are_known_before_they_do():
+    found = []
+    for wrap in (lambda model: model, lambda m: PipelineModel(m, 2, num_micro_batches=3)):
+        layer = Annealed()
+        model = wrap(model_of(layer))
+        found.append(outcome(model))
+        layer.share.assign(0.1)
+        found[-1] += outcome(model)
+    assert distance(*found) < 1e-10
 
 
 @pytest.mark.parametrize("micro_batches", [3, 7])
@@ -118,6 +147,7 @@ MIXED = {
     "of means": weighed_by_the_others,
     "variance": lambda x: ops.sum(ops.var(x, axis=0)),
     "later": lambda x: ops.maximum(ops.sum(ops.square(x)), 1e-6),
+    "never seen": lambda x: ops.sum(ops.cast(ops.isnan(x), x.dtype)),
     "gradient alone": lambda x: ops.sum(ops.mean(x) * (x - ops.stop_gradient(x))),
 }
 
@@ -159,17 +189,3 @@ def test_on_two_ranks_they_are_the_same_and_a_refusal_ends_both():
     assert ended.returncode != 0
     assert not ended.timed_out
     assert "Layer 'odd' adds a loss" in ended.stderr
-
-
-def test_losses_of_known_kinds_are_not_read_in_each_micro_batch():
-    """Reading one waits for a GPU."""
-
-    class Unread:
-        def numpy(self):
-            raise AssertionError("a device was waited for")
-
-    model = PipelineModel(model_of(Adds(total, average)), 2, num_micro_batches=3)
-    outcome(model)
-    for probe in model._engine.stages.probes.values():
-        for training in (True, False):
-            probe.settle(2, [], Unread(), training)

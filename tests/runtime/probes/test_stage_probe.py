@@ -76,7 +76,40 @@ def reversed_samples(layer, x, _):
     return layer.gain * x + ops.flip(x, axis=0)
 
 
+def rarely_halved(layer, x, _):
+    return layer.gain * ops.where(ops.any(ops.abs(x) > 50), 0.5 * x, x)
+
+
+def rarely_scaled(layer, x, _):
+    return layer.gain * x / ops.maximum(ops.max(ops.abs(x), axis=0), 100.0)
+
+
+def rarely_shifted(layer, x, _):
+    return layer.gain * x + ops.sum(ops.relu(x - 50.0))
+
+
+def clipped_on_the_way_back(layer, x, _):
+    @tf.custom_gradient
+    def clipped(x):
+        return tf.identity(x), lambda gradient: tf.clip_by_norm(gradient, 1e6)
+
+    return clipped(layer.gain * x)
+
+
+def crowded(layer, x, _):
+    """Two experts, each with room for half of the samples and one; more are left out."""
+    to_first = ops.cast(x[:, :1] + 0.0 * layer.gain > 0, x.dtype)
+    chosen = ops.concatenate([to_first, 1 - to_first], axis=1)
+    room = ops.cast(ops.shape(x)[0] // 2 + 1, x.dtype)
+    kept = ops.sum(chosen * ops.cast(ops.cumsum(chosen, axis=0) <= room, x.dtype), axis=1)
+    return layer.gain * x * kept[:, None]
+
+
 MIXING = {
+    "crowded": lambda: Own(crowded, name="odd"),
+    "rarely halved": lambda: Own(rarely_halved, name="odd"),
+    "rarely scaled": lambda: Own(rarely_scaled, name="odd"),
+    "rarely shifted": lambda: Own(rarely_shifted, name="odd"),
     "centred": lambda: Own(centred, name="odd"),
     "zero gain": lambda: Own(centred, gain="zeros", name="odd"),
     "training": lambda: Own(only_in_training, name="odd"),
@@ -100,6 +133,11 @@ def test_layers_that_mix_samples_are_refused_by_name(name, rows):
     assert "mixes samples" in str(caught.value)
     assert distance(before, [w.numpy() for w in model.weights]) == 0
     assert int(model.optimizer.iterations) == 0
+
+
+def test_gradients_that_are_rarely_clipped_together_are_refused():
+    with pytest.raises(UnsupportedModelError, match="mixes samples"):
+        piped(between(Own(clipped_on_the_way_back))).train_on_batch(X, Y)
 
 
 def numbered(layer, x, _):
@@ -262,11 +300,26 @@ def with_columns():
     return keras.Model(inputs, layers.Dense(5)(layers.Concatenate()([x, inputs[:, 1:]])))
 
 
+def trimmed(layer, x, _):
+    """Computes as far as the longest sample goes."""
+    longest = tf.reduce_max(tf.reduce_sum(tf.cast(x > 0, tf.int32), axis=1))
+    padded = tf.pad(tf.sort(x, direction="DESCENDING")[:, :longest], [[0, 0], [0, 5 - longest]])
+    return layer.gain * tf.nn.relu(tf.ensure_shape(padded, (None, 5)))
+
+
+def by_the_largest(layer, x, _):
+    """Softmax as one may write it: what all of its numbers are less does not count."""
+    powers = ops.exp(layer.gain * x - ops.max(layer.gain * x))
+    return powers / ops.sum(powers, axis=-1, keepdims=True)
+
+
 COLUMNS = np.concatenate([IDS[:, :1] % 4, X[:, 1:]], 1)
 APART = {
     "windows": (with_windows, RNG.normal(size=(6, 4, 3))),
     "not a number": (with_not_a_number, X),
     "columns": (with_columns, COLUMNS),
+    "by the largest": (lambda: between(Own(by_the_largest)), X),
+    "trimmed": (lambda: between(Own(trimmed)), X),
     "zeros": (between, np.zeros((6, 5))),
 }
 

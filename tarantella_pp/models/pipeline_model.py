@@ -255,7 +255,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             self._optimizer_state = state
             self._renew()
         if self._engine.prints:
-            micro_batches = self.plan.num_micro_batches * self.plan.num_replicas
+            micro_batches = self._engine.num_micro_batches
             model_validation.warn_of_batch_statistics(self._engine.extracted, micro_batches)
             model_validation.warn_of_compilation(given.arguments)
 

@@ -61,7 +61,8 @@ class Engine:
         self._plan = plan
         self._check_every = check_every
         # One process stands for all replicas: it runs their micro-batches one after the other.
-        self._micro_batches = plan.num_micro_batches * plan.num_replicas // groups.num_replicas
+        self.num_micro_batches = plan.num_micro_batches * plan.num_replicas
+        self._micro_batches = self.num_micro_batches // groups.num_replicas
         self.stages = RankStages(extracted, plan, self.placement, groups)
         self.weights = RankWeights(
             extracted, plan, self.placement, groups, model.variables, weights

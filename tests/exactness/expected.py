@@ -58,6 +58,11 @@ def reason(kind: str, verdict: Verdict) -> str | None:
     return None
 
 
+def is_exact(kind: str, name: str) -> bool:
+    """Whether nothing but exact numbers is expected."""
+    return all(reason(kind, Verdict(name, outcome)) is None for outcome in NOT_EXACT[kind])
+
+
 def unexpected(kind: str, verdicts: Sequence[Verdict]) -> list[str]:
     """The verdicts that are not exact and have no reason, in words."""
     return [

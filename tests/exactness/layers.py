@@ -14,12 +14,7 @@ import numpy as np
 from keras import layers, ops
 
 from tests.exactness.classes import arguments_of, classes_in
-from tests.exactness.trials import (
-    EVENLY,
-    ROUNDING,
-    Trial,
-    predicting,
-)
+from tests.exactness.trials import EVENLY, ROUNDING, Trial, models_together, predicting
 from tests.helpers.draws import more_asked_for
 from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 
@@ -263,4 +258,5 @@ def trial(name: str, make: Callable[[], layers.Layer]) -> Trial:
         middle.build, middle.data(), Y, lambda: {"optimizer": sgd(), "loss": "mse"}, WEIGHTS
     )
     limit = ROUNDING if middle.policy == "float64" else 1e-5
-    return Trial(name, case, functools.partial(predicting, rows=EVENLY), limit)
+    run = functools.partial(predicting, rows=EVENLY)
+    return Trial(name, case, run, limit, family=limit, join=models_together)

@@ -10,7 +10,15 @@ import pytest
 
 from tarantella_pp.runtime.batch_step import BatchStep
 from tests.exactness import expected, layers, matrix, table
-from tests.exactness.trials import BY_MICRO_BATCH, DIFFERS, EXACT, REFUSED, Judge, Verdict
+from tests.exactness.trials import (
+    BY_MICRO_BATCH,
+    DIFFERS,
+    EXACT,
+    REFUSED,
+    Judge,
+    Verdict,
+    together,
+)
 from tests.helpers.draws import more_asked_for
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
@@ -29,7 +37,7 @@ def check(kind, verdicts):
 
 @pytest.mark.parametrize("kind", QUICK)
 def test_some_of_a_kind_in_one_process(kind):
-    verdicts = Judge().judge(matrix.trials_of(kind, QUICK[kind]))
+    verdicts = Judge().judge(together(matrix.trials_of(kind, QUICK[kind])))
     assert len(verdicts) > 1
     check(kind, verdicts)
 
@@ -48,11 +56,6 @@ def test_all_of_keras_on_two_ranks(kinds):
             assert table.row(kind, verdicts) in table.PAGE.read_text()
 
 
-@pytest.mark.parametrize("kind", matrix.KINDS)
-def test_every_kind_has_a_row(kind):
-    assert table.PAGE.read_text().count(f"\n| {table.TITLES[kind]} | ") == 1
-
-
 def test_a_new_row_takes_the_place_of_the_old_one():
     verdicts = [
         Verdict("Dense", EXACT),
@@ -61,6 +64,7 @@ def test_a_new_row_takes_the_place_of_the_old_one():
     ]
     page = table.PAGE.read_text()
     assert table.page(page, {}) == page
+    assert all(page.count(f"\n| {title} | ") == 1 for title in table.TITLES.values())
     text = table.page(page, {"layers": table.row("layers", verdicts)})
     assert f"| Layers | 3 | 1 | 1: {expected.SEVERAL_SAMPLES} | 1: {expected.RANDOM} |\n" in text
     assert text.count("| Layers |") == 1
@@ -74,8 +78,9 @@ def test_a_pipeline_that_is_wrong_is_noticed(monkeypatch):
         return {port: 1.001 * value for port, value in honest(step, micro_batch).items()}
 
     monkeypatch.setattr(BatchStep, "loss_gradients", wrong)
-    found = Judge().judge(matrix.trials_of("losses", QUICK["losses"]))
-    assert Counter(v.outcome for v in found) == {DIFFERS: 2}
+    trials = [trial for kind, pattern in QUICK.items() for trial in matrix.trials_of(kind, pattern)]
+    found = Judge().judge(together(trials))
+    assert Counter(v.outcome for v in found) == {DIFFERS: 4}
 
 
 @pytest.mark.parametrize("name", layers.NOT_BUILT)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -77,6 +77,9 @@ class Trial:
         limit: Largest relative difference that is taken for rounding.
         again: Whether a pipeline of the same model may be compiled again: nothing but its weights
             must change when it trains.
+        family: Trials of one family can be tried together.
+        join: Makes one trial of several of a family.
+        parts: The trials that this one has been made of. They are exact if it is.
     """
 
     name: str
@@ -84,6 +87,40 @@ class Trial:
     run: Callable[[keras.Model, Case], dict[str, Any]] = steps
     limit: float = ROUNDING
     again: bool = False
+    family: Hashable = None
+    join: Callable[[Sequence[Trial]], Trial] | None = None
+    parts: Sequence[Trial] = ()
+
+
+def together(trials: Sequence[Trial], most: int = 8) -> list[Trial]:
+    """Joins trials of one family, some at a time."""
+    families: dict[Hashable, list[Trial]] = {}
+    for trial in trials:
+        families.setdefault(trial.name if trial.family is None else trial.family, []).append(trial)
+    found = []
+    for family in families.values():
+        for first in range(0, len(family), most):
+            some = family[first : first + most]
+            joined = len(some) > 1 and some[0].join is not None
+            if joined:
+                found.append(dataclasses.replace(some[0].join(some), parts=some))
+            else:
+                found += some
+    return found
+
+
+def models_together(trials: Sequence[Trial]) -> Trial:
+    """Adds up the outputs of models that have the same targets."""
+
+    def build() -> keras.Model:
+        models = [trial.case.build() for trial in trials]
+        inputs = [x for model in models for x in model.inputs]
+        return keras.Model(inputs, keras.layers.Add()([model.output for model in models]))
+
+    data = [x for trial in trials for x in trial.case.x]
+    case = dataclasses.replace(trials[0].case, build=build, x=data)
+    name = " and ".join(trial.name for trial in trials)
+    return dataclasses.replace(trials[0], name=name, case=case)
 
 
 @dataclass(frozen=True)
@@ -124,7 +161,15 @@ class Judge:
             some = trials[first : first + ranks.size]
             # Each rank trains another one in plain Keras.
             plain = [_plain(t, True) if i == ranks.rank else None for i, t in enumerate(some)]
-            found += [self._judge(trial, own) for trial, own in zip(some, plain, strict=True)]
+            for trial, own in zip(some, plain, strict=True):
+                verdict = self._judge(trial, own)
+                if not trial.parts:
+                    found.append(verdict)
+                elif verdict.outcome == EXACT:
+                    found += [dataclasses.replace(verdict, name=t.name) for t in trial.parts]
+                else:
+                    print(f"Not {EXACT} together, so one by one: {verdict}", file=sys.stderr)
+                    found += self.judge(trial.parts)
             keras.backend.clear_session()
             gc.collect()
         return found

@@ -46,7 +46,6 @@ TWO = [
     Run("two_in_two_out", 4, 3, "zb-v"),
     Run("looked_up_again", 4, 3, "1f1b"),
     Run("merged_windows", 10, 3, "interleaved"),
-    Run("mlp", 2, 4, "gpipe", recompute="except_last"),
     Run("long_skip", 2, 4, "1f1b", recompute="except_last"),
     Run("tied_head", 2, 4, "zb-h1", recompute="except_last"),
     Run("two_in_two_out", 1, 2, replicas=2),
@@ -57,7 +56,6 @@ TWO = [
 ]
 FOUR = [
     Run("long_skip", 4, 3, "gpipe"),
-    Run("regularized", 4, 3, "1f1b"),
     Run("unreached", 4, 8, "1f1b"),
     Run("frozen", 4, 1, "gpipe"),
     Run("tied_blocks", 4, 3, "zb-h1"),

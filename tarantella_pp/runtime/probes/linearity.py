@@ -141,7 +141,7 @@ def _following_in(
 
 def _is_linear(op: tf.Operation, follows: set[tf.Operation]) -> bool:
     given = [i for i, tensor in enumerate(op.inputs) if tensor.op in follows]
-    if op.type in _LINEAR | _PRODUCTS and _has_samples(op.outputs[0]):
+    if op.type in _SUMS and _has_samples(op.outputs[0]):
         return False  # these are given what all of them add up to
     if (body := body_of(op)) is not None:
         return nonlinear(body.outputs, _following_in(body, op, follows)) is None

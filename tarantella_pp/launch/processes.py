@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pathlib
+import re
 import signal
 import time
 
@@ -12,6 +14,8 @@ import psutil
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+# In which MPICH and Open MPI share memory between the ranks of a host.
+_SHARED_MEMORY = re.compile(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+")  # noqa: S108
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -39,6 +43,16 @@ def describe_exit(status: int) -> str:
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def shared_memory() -> set[str]:
+    """Returns the files in which the descendants share memory, which stay if they are killed."""
+    found: set[str] = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(OSError):
+            maps = pathlib.Path(f"/proc/{child.pid}/maps").read_text()
+            found.update(_SHARED_MEMORY.findall(maps))
+    return found
 
 
 def kill_descendants(patience: float = 0.0, seconds: float = 3.0) -> list[int]:

@@ -26,6 +26,7 @@ from tarantella_pp.launch.processes import (
     die_with_parent,
     is_alive,
     kill_descendants,
+    shared_memory,
 )
 from tarantella_pp.launch.records import (
     ENDED,
@@ -95,6 +96,7 @@ class JobRun:
         self._stopped_by: signal.Signals | None = None
         self._passed_on = False
         self._deadline = 0.0
+        self._files: set[str] = set()  # of memory that the ranks share
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         """Starts MPI's launcher, waits for the end of the job and cleans up after it."""
@@ -144,6 +146,7 @@ class JobRun:
                     return _report_stop(self._stopped_by)
                 if not self._passed_on:
                     self._passed_on = True
+                    self._files |= shared_memory()
                     mpi.send_signal(self._launcher.signal_for(self._stopped_by))
             elif failure is not None:
                 self._settle(SETTLE_SECONDS)
@@ -234,10 +237,14 @@ class JobRun:
 
     def _end(self, mpi: subprocess.Popen[bytes]) -> None:
         """Ends MPI's launcher, with it all its processes, and kills the rest on this host."""
+        self._files |= shared_memory()
         if mpi.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.end(mpi, END_SECONDS)
         kill_descendants(END_SECONDS)
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                os.unlink(file)
         self._stderr.finish(CLOSING_SECONDS)
         self._take(0.0)
 

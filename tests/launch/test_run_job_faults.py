@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Sequence
 
 import pytest
 
+from tarantella_pp.launch.processes import shared_memory
 from tests.helpers.draws import more_asked_for
 from tests.helpers.jobs import PYTHONS, tarantella
 
@@ -57,8 +59,9 @@ def test_a_rank_that_leaves_while_others_wait_ends_the_job(python):
     assert "the script's end on rank 1" in result.stderr
 
 
-def test_a_rank_that_never_starts_mpi_is_waited_for_as_long_as_is_allowed(python):
-    with tarantella(python, "-n", "2", "early.py", TNT_TIMEOUT="2") as job:
+@pytest.mark.parametrize("started", [[], ["started"]])
+def test_a_rank_that_never_comes_is_waited_for_as_long_as_is_allowed(python, started):
+    with tarantella(python, "-n", "2", "early.py", *started, TNT_TIMEOUT="2") as job:
         result = job.result()
         assert not job.processes()
     assert result.code == 1
@@ -90,6 +93,7 @@ def test_the_traceback_is_of_the_script_and_comes_once_and_no_files_are_left(pyt
 def test_a_signal_to_the_launcher_ends_all_ranks(python, number, wait, code):
     with tarantella(python, "-n", "2", "fault.py", "none", wait) as job:
         job.wait_until_ready()
+        files = shared_memory()
         job.send(number)
         result = job.result()
         assert result.code == code, result.stderr
@@ -98,6 +102,8 @@ def test_a_signal_to_the_launcher_ends_all_ranks(python, number, wait, code):
     if number != signal.SIGKILL:
         assert f"the job was stopped by {number.name}" in result.stderr
         assert "failed first" not in result.stderr
+        assert files
+        assert not any(map(os.path.exists, files))
 
 
 def test_a_second_interrupt_does_not_wait(python):

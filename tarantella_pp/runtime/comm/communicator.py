@@ -296,7 +296,8 @@ def world() -> Communicator:
 
 def _join(launch: Launch) -> Communicator:
     """Starts MPI and returns the communicator of all ranks."""
-    with guard.starting_mpi(Limits.from_environment().timeout):
+    timeout = Limits.from_environment().timeout
+    with guard.starting_mpi(timeout):
         mpi = _import_mpi(launch)
     size = mpi.COMM_WORLD.Get_size()
     if size == 1:
@@ -310,7 +311,8 @@ def _join(launch: Launch) -> Communicator:
             "with `srun --mpi=pmix` (Open MPI) or `srun --mpi=pmi2` (MPICH, Intel MPI). If this is "
             f"one process, {launch.variable} is left over from another job: unset it."
         )
-    channel = _channel_of_all(mpi)
+    with guard.starting_mpi(timeout):  # a script may have started MPI itself
+        channel = _channel_of_all(mpi)
     # The upper half of the tags is for collectives, two for each of theirs.
     largest_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)) // 2
     ranks = Communicator.of_channel(channel, largest_tag)

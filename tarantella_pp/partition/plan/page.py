@@ -24,7 +24,7 @@ from tarantella_pp.partition.graph.units import (
     percent,
 )
 from tarantella_pp.partition.plan.page_graph import graph_drawing
-from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import StagePlan
 from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tarantella_pp.partition.plan.report import choice_lines
@@ -48,7 +48,7 @@ _FORBIDDEN = re.compile(
 )
 
 
-def render_html(plan: Plan, graph: LayerGraph | None = None) -> str:
+def render_html(plan: PlanData, graph: LayerGraph | None = None) -> str:
     """Makes the page: figures, stages, memory, timeline, layer graph and cuts."""
     try:
         step = planned_step(plan)
@@ -115,7 +115,7 @@ def _memory_parts(stage: StagePlan) -> dict[str, int]:
     }
 
 
-def _memory(plan: Plan) -> dict[str, Any]:
+def _memory(plan: PlanData) -> dict[str, Any]:
     """The parts of each stage's memory, their sums, and the bytes at the end of the longest bar."""
     most = max(stage.memory_bytes for stage in plan.stages)
     # A limit far above the stages would flatten them.
@@ -127,7 +127,7 @@ def _memory(plan: Plan) -> dict[str, Any]:
     return {"most": most, "end": max(ends) or 1, "parts": parts, "sums": sums, "fullest": fullest}
 
 
-def _timeline(plan: Plan, step: StepTimeline) -> dict[str, Any]:
+def _timeline(plan: PlanData, step: StepTimeline) -> dict[str, Any]:
     """What each rank computes when, and where it waits; no ranks where that is too much."""
     events = [[e for e in own if isinstance(e.action, Compute)] for own in step.events]
     if not 0 < sum(map(len, events)) <= MOST_BARS:

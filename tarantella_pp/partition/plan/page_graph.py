@@ -20,7 +20,7 @@ from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph.ideals import crossings
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node
 from tarantella_pp.partition.graph.units import count, format_bytes, format_flops
-from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import CutEdge
 
 # Most boxes of a stage; more operations share boxes.
@@ -62,7 +62,7 @@ class Outline(NamedTuple):
     cuts: Mapping[Place, CutTensors]
 
 
-def graph_drawing(plan: Plan, graph: LayerGraph | None) -> dict[str, Any]:
+def graph_drawing(plan: PlanData, graph: LayerGraph | None) -> dict[str, Any]:
     """Returns the drawing; without a graph, as far as the plan alone knows it."""
     shown = outline(plan, graph)
     skipping = [
@@ -112,7 +112,7 @@ def graph_drawing(plan: Plan, graph: LayerGraph | None) -> dict[str, Any]:
     }
 
 
-def outline(plan: Plan, graph: LayerGraph | None = None) -> Outline:
+def outline(plan: PlanData, graph: LayerGraph | None = None) -> Outline:
     """Chooses boxes, links and cuts."""
     if graph is not None:
         plan.check(graph)
@@ -137,7 +137,7 @@ def outline(plan: Plan, graph: LayerGraph | None = None) -> Outline:
     return Outline(columns, *_wires(plan, graph, row, len(columns[-1]) - 1))
 
 
-def _cuts_alone(plan: Plan, row: Mapping[int, int]) -> Mapping[Place, CutTensors]:
+def _cuts_alone(plan: PlanData, row: Mapping[int, int]) -> Mapping[Place, CutTensors]:
     """The cuts of a plan without its graph: they end at the heads of stages."""
     cuts: Mapping[Place, CutTensors] = defaultdict(lambda: CutTensors([], set()))
     nodes = {name: i for i, name in enumerate(plan.node_names)}
@@ -153,7 +153,7 @@ def _cuts_alone(plan: Plan, row: Mapping[int, int]) -> Mapping[Place, CutTensors
 
 
 def _wires(
-    plan: Plan, graph: LayerGraph, row: Mapping[int, int], last_row: int
+    plan: PlanData, graph: LayerGraph, row: Mapping[int, int], last_row: int
 ) -> tuple[list[set[tuple[int, int]]], Mapping[Place, CutTensors]]:
     """The links within stages and the cuts between them."""
     links: list[set[tuple[int, int]]] = [set() for _ in plan.stages]

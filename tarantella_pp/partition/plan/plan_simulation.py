@@ -7,13 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork, roofline_seconds
-from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import rank_in_job
 from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.spec import ScheduleSpec
@@ -31,8 +31,10 @@ MOST_RANKS = 4096
 # How often the bytes of a weight's gradient move besides, to be added to a sum.
 SUMMING = 2.0
 
+AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
-def planned_step(plan: Plan) -> StepTimeline:
+
+def planned_step(plan: PlanData) -> StepTimeline:
     """Plays the step of a plan on its machine, with all replicas: what all displays show."""
     # Plans from before they named a machine are played on any, with messages that take no time.
     machine = plan.machine or HardwareSpec(bandwidth=None, latency=0.0)
@@ -40,7 +42,7 @@ def planned_step(plan: Plan) -> StepTimeline:
     return simulation.replicated(simulation.step(), plan.num_replicas)
 
 
-def with_step(plan: Plan) -> Plan:
+def with_step(plan: AnyPlan) -> AnyPlan:
     """Adds the bubble and the seconds of a step to a plan, unless it is too large to simulate."""
     try:
         step = planned_step(plan)
@@ -50,7 +52,7 @@ def with_step(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, bubble=step.bubble_fraction, step_seconds=seconds)
 
 
-def search_limits(plan: Plan) -> tuple[int, ...]:
+def search_limits(plan: PlanData) -> tuple[int, ...]:
     """Returns how many micro-batches a schedule that is searched for may hold on each stage.
 
     As many as the memory limit leaves room for; without a limit up to twice as many as there are
@@ -70,7 +72,7 @@ def search_limits(plan: Plan) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def with_findings(plan: Plan, spec: ScheduleSpec, fallbacks: Mapping[int, str]) -> Plan:
+def with_findings(plan: AnyPlan, spec: ScheduleSpec, fallbacks: Mapping[int, str]) -> AnyPlan:
     """Returns a plan with what training has shown of its schedule and stages."""
     if fallbacks:
         reasons = tuple(f"stage {stage}: {fallbacks[stage]}" for stage in sorted(fallbacks))
@@ -86,7 +88,9 @@ def with_findings(plan: Plan, spec: ScheduleSpec, fallbacks: Mapping[int, str]) 
     return with_step(msgspec.structs.replace(plan, stages=stages, schedule_text=text))
 
 
-def stage_seconds(plan: Plan, machine: HardwareSpec, samples: float) -> list[tuple[float, float]]:
+def stage_seconds(
+    plan: PlanData, machine: HardwareSpec, samples: float
+) -> list[tuple[float, float]]:
     """Returns the seconds of each stage, forward and backward, by arithmetic and memory traffic."""
     stages, nodes = plan.assignment, plan.work
     if not nodes:
@@ -118,7 +122,7 @@ class ScalePoint(NamedTuple):
 class PlanSimulation:
     """A plan on a machine; a batch grows with the replicas, for each has its micro-batches."""
 
-    plan: Plan
+    plan: PlanData
     machine: HardwareSpec
     schedule: str
     num_micro_batches: int  # on each replica, at most

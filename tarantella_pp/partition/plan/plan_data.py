@@ -1,0 +1,195 @@
+"""What a plan is made of, and whether that fits together; `plan.Plan` shows it, too."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+from tarantella_pp.errors import PlanError
+from tarantella_pp.partition.graph.json_record import JsonRecord
+from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork
+from tarantella_pp.partition.plan.plan_parts import (
+    Alternative,
+    Amount,
+    Certificate,
+    CutEdge,
+    OutputUse,
+    PlanConfig,
+    StagePlan,
+    Tie,
+)
+from tarantella_pp.schedule import Schedule, ScheduleSpec
+
+
+class PlanData(
+    PlanConfig,
+    JsonRecord,
+    frozen=True,
+    kw_only=True,
+    tag_field="format",
+    tag="tarantella_pp.plan",
+    rename={"schedule_text": "program"},  # as in files of the first version
+):
+    """Fields of a plan (`plan.Plan` documents them), their checks and what follows from them."""
+
+    noun: ClassVar[str] = "plan"
+
+    model: str
+    optimizer: str
+    fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    node_names: tuple[str, ...]
+    assignment: tuple[int, ...]
+    stages: tuple[StagePlan, ...]
+    cuts: tuple[CutEdge, ...]
+    certificate: Certificate
+    ties: tuple[Tie, ...] = ()
+    bubble: Amount | None = None
+    assumed_size: int | None = None
+    estimated: tuple[str, ...] = ()
+    schedule_text: str | None = None
+    fallbacks: tuple[str, ...] = ()
+    outputs: OutputUse | None = None
+    machine: HardwareSpec | None = None
+    step_seconds: Amount | None = None
+    next_best: Alternative | None = None
+    advice: Any = None
+    measured: tuple[Any, ...] = ()
+    work: tuple[NodeWork, ...] = ()
+    version: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        """Checks that everything fits together; types and ranges are checked as files are read."""
+        for problem in _problems(self):
+            raise PlanError(f"This is no valid plan: {problem}")
+
+    @property
+    def links(self) -> set[tuple[int, int]]:
+        """Pairs of stages, source first, that exchange messages."""
+        return {(cut.source, target) for cut in self.cuts for target in cut.targets}
+
+    @property
+    def gradient_links(self) -> set[tuple[int, int]]:
+        """Those of `links` over which gradients come back."""
+        with_gradient = (cut for cut in self.cuts if cut.has_gradient)
+        return {(cut.source, target) for cut in with_gradient for target in cut.targets}
+
+    def sent_bytes(self, source: int | None = None) -> int:
+        """Returns the bytes that one stage, or all, send forward for one micro-batch."""
+        return sum(
+            (self.sent(cut) + cut.mask_bytes) * len(cut.targets)
+            for cut in self.cuts
+            if source in {None, cut.source}
+        )
+
+    def rank_bytes(self, num_ranks: int) -> list[int]:
+        """Returns the planned bytes of each rank of a pipeline."""
+        found = [0] * num_ranks
+        placement = self.schedule_spec(num_ranks).placement
+        for rank, stage in zip(placement, self.stages, strict=True):
+            found[rank] += stage.memory_bytes
+        return found
+
+    def schedule_spec(self, num_ranks: int | None = None) -> ScheduleSpec:
+        """Returns the schedule of a pipeline, by default for the ranks it was planned for."""
+        # A schedule may put several stages on a rank only where the plan was made for that.
+        if num_ranks is None and self.ranks:
+            num_ranks = self.num_ranks
+        if self.schedule_text is None:
+            return ScheduleSpec.of(self.schedule, self.num_stages, num_ranks)
+        custom = Schedule.from_text(self.schedule_text)
+        return ScheduleSpec.of_custom(custom, self.num_stages, num_ranks)
+
+    @property
+    def repeats(self) -> dict[int, int]:
+        """Stages that repeat their forward pass, and how many micro-batches they hold all of."""
+        if not self.recompute:
+            return {}
+        counts = self.schedule_spec().held_whole(self.num_micro_batches, self.except_last)
+        return {stage: counts[stage] for stage in self.recompute}
+
+    def check(self, graph: LayerGraph) -> None:
+        """Raises a `PlanError` that names what differs, if this is a plan of another model."""
+        if self.fingerprint != graph.fingerprint():
+            raise PlanError(f"This is a plan of another model: {_difference(self, graph)}")
+        if wrong := graph.misplaced(self.assignment):
+            raise PlanError(f"This plan cannot run: {wrong}.")
+
+
+def _problems(plan: PlanData) -> Iterator[str]:
+    """Finds what in a plan does not fit together."""
+    names, assignment = plan.node_names, plan.assignment
+    if len(assignment) != len(names):
+        yield (
+            "assignment and node_names must be equally long. "
+            f"Received: {len(assignment)} and {len(names)}"
+        )
+    if plan.work and len(plan.work) != len(names):
+        yield f"work must name all {len(names)} nodes, or none. Received: {len(plan.work)}"
+    for name, times in Counter(names).most_common(1):
+        if times > 1:
+            yield f"node names must be unique. Received: {name!r} {times} times"
+    if len(plan.stages) != plan.num_stages:
+        yield f"it must have num_stages={plan.num_stages} stages. Received: {len(plan.stages)}"
+    if set(assignment) != set(range(plan.num_stages)):
+        found = sorted(set(assignment))
+        yield f"each node must be on a stage, and each stage have some. Received: stages {found}"
+    for i, stage in enumerate(plan.stages):
+        own = [name for name, place in zip(names, assignment, strict=True) if place == i]
+        if (stage.first, stage.last, stage.nodes) != (own[0], own[-1], len(own)):
+            yield (
+                f"stages[{i}] must name the first, the last and the number of its nodes. "
+                f"Received: {stage.first!r}, {stage.last!r}, {stage.nodes}"
+            )
+    if plan.limits is not None and len(plan.limits) != plan.num_stages:
+        yield f"memory_limit must be one number, or one a stage. Received: {plan.memory_limit}"
+    of_stages = len(plan.ranks) in (0, plan.num_stages)
+    if not of_stages or set(plan.ranks) != set(range(len(set(plan.ranks)))):
+        yield (
+            "ranks must name one for each stage, or none, and leave none out. "
+            f"Received: {list(plan.ranks)}"
+        )
+    repeated = plan.recompute
+    if not _ascends(repeated, plan.num_stages):
+        yield f"recompute must name stages, ascending. Received: {list(repeated)}"
+    if not (_ascends(plan.except_last, plan.num_stages) and {*plan.except_last} <= {*repeated}):
+        yield (
+            "except_last must name stages of those that recompute, ascending. "
+            f"Received: {list(plan.except_last)}"
+        )
+    for i, cut in enumerate(plan.cuts):
+        if not (cut.targets and _ascends((cut.source, *cut.targets), plan.num_stages)):
+            yield (
+                f"cuts[{i}] must run from a stage to later ones. Received: {cut.source} to "
+                f"{list(cut.targets)}"
+            )
+    for i, tie in enumerate(plan.ties):
+        if len(tie.stages) < 2 or not _ascends(tie.stages, plan.num_stages):
+            yield f"ties[{i}] must name two stages or more, ascending. Received: {tie.stages}"
+
+
+def _ascends(stages: Sequence[int], num_stages: int) -> bool:
+    """Whether these are stages, each once, in their order."""
+    return all(a < b for a, b in itertools.pairwise([-1, *stages, num_stages]))
+
+
+def _difference(plan: PlanData, graph: LayerGraph) -> str:
+    """Says how a model differs from the one that a plan was made for.
+
+    Names are compared without the numbers that Keras appends to them.
+    """
+
+    def stem(name: str) -> str:
+        return re.sub(r"_\d+(?=[/:]|$)", "", name)
+
+    if len(plan.node_names) != len(graph.nodes):
+        return f"it has {len(plan.node_names)} nodes, and this model {len(graph.nodes)}."
+    for i, (name, node) in enumerate(zip(plan.node_names, graph.nodes, strict=True)):
+        if stem(name) != stem(node.name):
+            return f"its node {i} is '{name}', and this model's is '{node.name}'."
+    return "the nodes have the same names, but shapes, dtypes or connections differ."

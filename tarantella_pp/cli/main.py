@@ -15,7 +15,7 @@ from tarantella_pp.errors import ConfigurationError, GraphError, ScheduleError, 
 # `add_arguments(parser)` says what is called with the arguments and returns the exit code.
 COMMANDS = {
     "run": "start a script on several ranks (the default)",
-    "plan": "make, show and compare plans",
+    "plan": "make, show and check plans",
     "simulate": "step time, bubble and memory of a schedule",
     "checkpoint": "show, verify and convert the checkpoints of a run",
     "doctor": "check versions, MPI, cores and links, of this host or of all in a hostfile",
@@ -61,7 +61,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
 def _whole_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of `tarantella` without a subcommand."""
     lines = "\n".join(f"  {key:10s} {text}" for key, text in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "tarantella",
         usage="tarantella [options] [--] script.py ...\n       tarantella COMMAND [options]",
         description="Trains Keras models in a pipeline over MPI ranks.\n\n"

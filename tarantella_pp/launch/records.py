@@ -29,7 +29,7 @@ RECORD = b"\x1e\x1e"
 _STANDARD_ERROR = 2
 # The rank, where the MPI launcher writes it there.
 _LABEL = rb"(?:\[[^\]\n]*\](?:<stderr>:)? ?|\d+: )?"
-_RECORD = _LABEL + rb"\x1e(?:\x1e(?P<record>[^\n]*)\n?|\Z)"
+_RECORD = _LABEL + rb"\x1e(?:\x1e+(?P<record>[^\n]*)\n?|\Z)"
 # Lines of the level INFO, which no variable turns off while TensorFlow is imported, what stands
 # above them, and a warning for each float64 operation that oneDNN has no faster one for. They may
 # begin within a line: all ranks share one pipe, and a progress bar of another rank ends no line.

@@ -70,6 +70,12 @@ def test_records_are_taken_out_with_long_tracebacks(label, size):
     assert (found[1].cause, found[1].exit_code) == ("ü: nö", 3)
 
 
+def test_a_record_behind_a_separator_of_the_script_is_taken():
+    found = Records(1)
+    assert passed(b'mine\x1e\x1e\x1e{"rank": 0, "state": "failed"}\n', records=found) == b"mine"
+    assert found[0].state == FAILED
+
+
 def test_what_is_no_record_is_left_out():
     found = Records(1)
     for line in (b"{", b"[]", b'{"rank": "x"}', b'{"rank": 0, "more": 1}'):

@@ -113,7 +113,7 @@ class RankStages(dict[int, Stage]):
         index = boundary.index
         outputs: list[tf.Tensor] = []
 
-        def run() -> None:
+        def run() -> list[str]:
             inputs = [*step.data(index, 0), *self._arrived.pop(index, ())]
             pieces = Pieces(step.sizes, self._is_plain, len(step.batch.share.sizes))
             outputs[:] = self.probes[index].examine(
@@ -122,9 +122,14 @@ class RankStages(dict[int, Stage]):
             )  # fmt: skip
             if self._measures:
                 self[index].run_once(inputs, step.share(0), step.training)
+            return [output.dtype.name for output in outputs]
 
-        on_one_rank(self._groups.pipeline, self._placement[index], f"run stage {index}", run)
+        dtypes = on_one_rank(
+            self._groups.pipeline, self._placement[index], f"run stage {index}", run
+        )
         values = dict(zip(boundary.outputs, outputs, strict=False))
+        # Layers may make another dtype than they say, as Keras' IntegerLookup does.
+        self._messages.learn(dict(zip(boundary.outputs, dtypes, strict=False)))
         # Messages go only after all ranks know that the stage can run: none is left under way.
         for edge in boundary.sends:
             self._pass_on(edge, [values[tensor] for tensor in edge.tensors if values], step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,7 @@ class StageMessages:
         self._numbers = {pair: number for number, pair in enumerate(self._edges)}
         self._placement = placement
         self._sent_as = None if sent_as is None else numpy_dtype(sent_as)
+        self._made: dict[BoundaryTensor, str] = {}  # dtypes, where it is known what runs give
         self._formats: dict[tuple[Direction, Message], _MessageFormat] = {}
         self._specs: dict[tuple[int, int], list[TensorSpec]] = {}
         self._sizes: Sequence[int] = ()
@@ -78,6 +79,12 @@ class StageMessages:
     def rank(self) -> int:
         """The rank whose messages these are."""
         return self._communicator.rank
+
+    def learn(self, dtypes: Mapping[BoundaryTensor, str]) -> None:
+        """Takes note of the dtypes that stages give; sender and receiver must do so alike."""
+        self._made |= dtypes
+        self._formats.clear()
+        self._specs.clear()
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Surrounds a computation; see `Communicator.computing`."""
@@ -169,7 +176,9 @@ class StageMessages:
         tag = _FIRST_TAG + channel + 2 * len(self._edges) * action.micro_batch
         label = f"{'activations' if forward else 'gradients'} {action.source}>{action.target}"
         label += f", micro-batch {action.micro_batch}"
-        dtypes = tuple(numpy_dtype(shape_and_dtype(self._graph, t)[1]) for t in tensors)
+        said = [shape_and_dtype(self._graph, tensor)[1] for tensor in tensors]
+        made = map(self._made.get, tensors, said)
+        dtypes = tuple(map(numpy_dtype, made))
         on_wire = tuple(map(self._on_wire, dtypes))
         is_dynamic = any(map(self._is_dynamic, tensors))
         return _MessageFormat(tag, label, tensors, dtypes, on_wire, dtypes != on_wire, is_dynamic)

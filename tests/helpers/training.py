@@ -149,6 +149,7 @@ CASES = {
     "shared": Case(models.shared, X, Y, regression(optimizer=sgd)),
     "tied_head": Case(models.tied_head, IDS, integers(6, 5, seed=8), logits),
     "looked_up_again": Case(models.looked_up_again, IDS, LABELS, classification(), WEIGHTED),
+    "counted": Case(models.counted, IDS, Y, regression(), WEIGHTED),
     "tied_blocks": Case(models.tied_blocks, X, Y, regression(optimizer=sgd), WEIGHTED),
     "frozen": Case(models.frozen, X, Y, regression(), WEIGHTED),
     "unreached": Case(

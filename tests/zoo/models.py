@@ -171,6 +171,13 @@ def tied_head():
     return keras.Model(ids, table(layers.LayerNormalization()(x), reverse=True))
 
 
+def counted():
+    """A layer says that it gives floats, and gives integers of the same size over the cut."""
+    inputs = keras.Input((5,), dtype="int64")
+    x = layers.IntegerLookup(vocabulary=[1, 2, 3], output_mode="count")(inputs)
+    return keras.Model(inputs, layers.Dense(3)(layers.Dense(5, activation="tanh")(x)))
+
+
 def looked_up_again():
     """The second look into the embedding depends on the first, and both gradients are sparse."""
     ids = keras.Input((5,), dtype="int32")

@@ -41,6 +41,7 @@ pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 TWO = [
     Run("masked_output", 2, 3),
     Run("embedding_adamw", 2, 3, "1f1b"),
+    Run("counted", 2, 3),
     Run("dropout", 4, 3, "gpipe"),
     Run("long_skip", 4, 3, "interleaved"),
     Run("two_in_two_out", 4, 3, "zb-v"),

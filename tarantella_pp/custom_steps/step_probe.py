@@ -54,6 +54,10 @@ _OTHERWISE = (
     "not make it up: it is neither a mean nor a sum over the samples, so replicas with a share of "
     "the batch each would train otherwise than one process."
 )
+_CLIP = (
+    "Clip with the optimizer's clipnorm, global_clipnorm or clipvalue, which see the whole batch, "
+    "or train in one process."
+)
 
 
 class StepKinds(NamedTuple):
@@ -166,8 +170,8 @@ def found_kinds(
             raise UnsupportedModelError(
                 f"The gradients that {what} applies with optimizer '{update.optimizer.name}' mix "
                 f"samples: that of '{strange[0]}' and {len(strange) - 1} more. {_OTHERWISE} "
-                "Compute a loss that is a mean (or a sum) of one value for each sample, or train "
-                "in one process."
+                "Compute a loss that is a mean (or a sum) of one value for each sample. "
+                f"{_CLIP}"
             )
         if kinds and number not in probe.finite:
             raise UnsupportedModelError(
@@ -189,8 +193,7 @@ def found_kinds(
                 f"The gradients that {what} applies with optimizer '{update.optimizer.name}' do "
                 f"not follow linearly from a sum or mean over samples (operation '{bent.name}', "
                 f"{bent.type}), so replicas with a share of the batch each would train otherwise "
-                "than one process. Clip with the optimizer's clipnorm, global_clipnorm or "
-                "clipvalue, which see the whole batch, or train in one process."
+                f"than one process. {_CLIP}"
             )
         gradients.append([kinds.get(i) for i in range(len(update.variables))])
         fixed.append([i for n, i in sorted(probe.fixed) if n == number])

@@ -212,12 +212,18 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         return self._engine.plan
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """Runs the whole model, where one process owns all of it."""
-        if self._engine.communicator.size > 1:
+        """Runs the whole model, where this rank has all of it: replicas infer alone."""
+        ranks = self._engine.groups.pipeline.size
+        if ranks > 1:
             raise ConfigurationError(
-                f"The weights of '{self.name}' are on {self._engine.communicator.size} ranks: "
+                f"The weights of '{self.name}' are on {ranks} ranks: "
                 "no rank can call the model alone. Use `predict`, `train_on_batch` and the like "
                 "on all ranks."
+            )
+        if training and self._engine.groups.num_replicas > 1:
+            raise ConfigurationError(
+                f"Called with `training=True` on one rank, '{self.name}' would part from its "
+                "replicas. Use `fit` or `train_on_batch` on all ranks."
             )
         return super().call(inputs, training=training, mask=mask)
 

@@ -12,7 +12,17 @@ from tarantella_pp.errors import ConfigurationError, TarantellaError
 from tarantella_pp.models.data_parallel_model import Model, Sequential
 from tarantella_pp.models.make_plan import make_plan
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import CASES, X, Y, adamw, distance, finish, serial, use_float64
+from tests.helpers.training import (
+    CASES,
+    X,
+    Y,
+    adamw,
+    distance,
+    finish,
+    refused,
+    serial,
+    use_float64,
+)
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
@@ -105,6 +115,9 @@ def train_subclassed(folder):
         "plain": numbers_of(model),
         "shape": [model.plan.num_stages, model.plan.num_replicas],
     }
+    called, predicted = model({"a": X}), model.predict({"a": X}, verbose=0)
+    found["called"] = [np.asarray(p["p"]).tolist() for p in (called, predicted)]
+    found["refused"] = refused(lambda: model({"a": X}, training=True))
     model.save(f"{folder}/m.keras")
     saved = keras.saving.load_model(f"{folder}/m.keras", custom_objects={"Residual": Residual})
     again = Model(saved)
@@ -124,6 +137,8 @@ def test_subclassed_models_train_on_two_ranks_as_in_one_process(tmp_path):
     plain = numbers_of(residual(lambda model: model))
     assert distance(plain, first["plain"], "weights") < 1e-10
     assert distance(*first["on"]) < 1e-13
+    assert distance(*first["called"]) < 1e-13
+    assert "would part from its replicas" in first["refused"]
     cut = residual(lambda model: with_inputs(model, num_micro_batches=2), rate=0.4)
     assert distance(numbers_of(cut), first["random"], "weights") < 1e-13
 

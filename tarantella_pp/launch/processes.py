@@ -9,6 +9,7 @@ import pathlib
 import re
 import signal
 import time
+from collections.abc import Iterable
 
 import psutil
 
@@ -53,6 +54,13 @@ def shared_memory() -> set[str]:
             maps = pathlib.Path(f"/proc/{child.pid}/maps").read_text()
             found.update(_SHARED_MEMORY.findall(maps))
     return found
+
+
+def remove(files: Iterable[str]) -> None:
+    """Removes files, of which some may be gone."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            os.unlink(file)
 
 
 def kill_descendants(patience: float = 0.0, seconds: float = 3.0) -> list[int]:

@@ -26,6 +26,7 @@ from tarantella_pp.launch.processes import (
     die_with_parent,
     is_alive,
     kill_descendants,
+    remove,
     shared_memory,
 )
 from tarantella_pp.launch.records import (
@@ -242,9 +243,7 @@ class JobRun:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.end(mpi, END_SECONDS)
         kill_descendants(END_SECONDS)
-        for file in self._files:
-            with contextlib.suppress(OSError):
-                os.unlink(file)
+        remove(self._files)
         self._stderr.finish(CLOSING_SECONDS)
         self._take(0.0)
 

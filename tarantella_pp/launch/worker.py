@@ -2,9 +2,10 @@
 
 ::
 
-    mpiexec  --  keeper  --  rank
+    mpiexec  --  what stands for the rank  --  keeper  --  rank
 
-The keeper passes signals on, says how the rank has ended, and ends what the rank leaves behind.
+The keeper passes signals on, says how the rank has ended, and ends what the rank leaves behind: on
+hosts without launcher, too, where MPI may kill the process that it takes for the rank at any time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ from tarantella_pp.launch.environment import (
     OUTPUT_VARIABLE,
 )
 from tarantella_pp.launch.guard import Guard, exit_code_of
-from tarantella_pp.launch.processes import adopt_orphans, die_with_parent, kill_descendants
+from tarantella_pp.launch.processes import (
+    adopt_orphans,
+    die_with_parent,
+    kill_descendants,
+    remove,
+    shared_memory,
+)
 from tarantella_pp.launch.records import (
     FAILED,
     LOCAL_RANK_VARIABLE,
@@ -44,7 +51,9 @@ from tarantella_pp.launch.records import (
 from tarantella_pp.launch.resources import take_gpu, take_share
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-_WATCHED = (signal.SIGCHLD, *_PASSED_ON)
+# Tells the keeper that MPI has killed what stands for the rank.
+_ALONE = signal.SIGRTMIN
+_WATCHED = (signal.SIGCHLD, _ALONE, *_PASSED_ON)
 # How long the launcher may take to end the job after a rank has failed.
 LINGER_SECONDS = 8.0
 # Its launcher follows SIGTERM and SIGINT with a kill, so ours sends others; see `OpenMpi`.
@@ -56,8 +65,29 @@ _LIBRARY = "tarantella_pp"
 def main() -> int:
     """Runs `worker.py SCRIPT ARGUMENTS...` as one rank of the job described by the environment."""
     die_with_parent(os.getppid())
-    # Blocked before the fork: a signal in between waits until its reader is there.
+    # Blocked before the forks: a signal in between waits until its reader is there.
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    own = os.getpid()
+    keeper = os.fork()
+    return _stand_for(keeper) if keeper else _start_rank(own)
+
+
+def _stand_for(keeper: int) -> int:
+    """Passes signals on to the keeper, and ends as it does."""
+    status = None
+    while status is None:
+        number = signal.sigwait(_WATCHED)
+        if number == signal.SIGCHLD:
+            status = _status_of(keeper)
+        else:
+            os.kill(keeper, number)
+    return 128 - status if status < 0 else status
+
+
+def _start_rank(parent: int) -> int:
+    """Starts the rank and looks after it."""
+    os.setsid()  # signals of MPI are for what stands for the rank alone
+    die_with_parent(parent, _ALONE)
     size = int(os.environ[SIZE_VARIABLE])
     rank = 0 if size == 1 else number_from(RANK_VARIABLE)
     if rank is None:
@@ -67,7 +97,6 @@ def main() -> int:
     child = os.fork()
     if child:
         return _keep(rank, child)
-    os.setsid()  # signals of MPI are for the keeper alone
     die_with_parent(keeper)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     told = os.dup(_STANDARD_ERROR)  # which the script may close or redirect
@@ -93,6 +122,10 @@ def _keep(rank: int, child: int) -> int:
         number = signal.sigwait(_WATCHED)
         if number == signal.SIGCHLD:
             status = _status_of(child)
+        elif number == _ALONE:
+            remove(shared_memory())
+            kill_descendants()
+            os._exit(1)
         else:
             meant = _OF_OPEN_MPI.get(signal.Signals(number), number) if of_open_mpi else number
             if meant == signal.SIGTERM:
@@ -101,7 +134,7 @@ def _keep(rank: int, child: int) -> int:
     tell(status=status)
     kill_descendants()
     if status:  # MPI need not notice by itself: it has nothing to add to what the launcher says
-        time.sleep(LINGER_SECONDS)
+        signal.sigtimedwait([_ALONE], LINGER_SECONDS)
     return 128 - status if status < 0 else status
 
 

@@ -96,18 +96,11 @@ def test_what_is_left_open_is_chosen_for_given_stages():
     assert free.step_seconds <= given.step_seconds
 
 
-def test_given_stages_are_compared(capsys, tmp_path, monkeypatch):
+def test_given_stages_of_the_command(capsys, tmp_path):
     command = Command(capsys)
     source = "tests.zoo.models:batch_norm_cnn"
     layers_of_it = len(extract(models.batch_norm_cnn()).graph.nodes)
-    balance = f"2,{layers_of_it - 2}"
-    found = command.json("plan", "compare", source, "--balance", balance, "--recompute", "all")
-    for objective in found["objectives"].values():
-        assert objective["rules"]["given"]["ratio"] >= 1
-    assert found["num_stages"] == 2
-    code = command("plan", "make", source, "--balance", balance, "-o", tmp_path / "plan.json")
-    assert code == 0
-    assert tnt.Plan.load(tmp_path / "plan.json").stages[0].nodes == 2
-    assert "add up to" in command.fails(2, "plan", "compare", source, "--balance", "1,1")
-    assert "--balance=flops" in command.fails(2, "plan", "compare", source, "--balance", "flops")
-    assert "Expected --stages, --balance" in command.fails(2, "plan", "compare", source)
+    plan = tmp_path / "plan.json"
+    assert command("plan", "make", source, "--balance", f"2,{layers_of_it - 2}", "-o", plan) == 0
+    assert tnt.Plan.load(plan).stages[0].nodes == 2
+    assert "add up to" in command.fails(2, "plan", "make", source, "--balance", "1,1")

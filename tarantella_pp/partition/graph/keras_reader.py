@@ -313,12 +313,12 @@ def _check_dense(tensor: Any, what: str) -> None:
     if tensor.sparse or tensor.ragged:
         kind = "sparse" if tensor.sparse else "ragged"
         raise UnsupportedModelError(
-            f"{what} is a {kind} tensor; only dense tensors can be sent between stages. "
+            f"{what} is a {kind} tensor; only dense tensors can be sent between ranks. "
             "Make it dense in the data pipeline."
         )
     if tensor.dtype == "string":
         raise UnsupportedModelError(
-            f"{what} is a string tensor; strings cannot be sent between stages. "
+            f"{what} is a string tensor; strings cannot be sent between ranks. "
             "Turn them into numbers in the data pipeline, e.g. dataset.map(lookup_layer)."
         )
 

@@ -95,9 +95,14 @@ def publish(draft: Path, manifest: bytes) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def remove_old(directory: Path, keep: int, known: Collection[str]) -> None:
-    """Removes all checkpoints of this job but the newest."""
-    for path in checkpoints_in(directory)[keep:]:
+def remove_old(directory: Path, keep: int, name: str, known: Collection[str]) -> None:
+    """Removes all checkpoints of this job but the newest ones up to one that was just written.
+
+    Those of later steps are damaged, or the job would have gone on from them.
+    """
+    found = checkpoints_in(directory)
+    first = found.index(directory / name)
+    for path in (*found[:first], *found[first + keep :]):
         if path.name in known:
             shutil.rmtree(path)
 

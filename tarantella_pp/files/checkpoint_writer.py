@@ -67,7 +67,7 @@ class CheckpointWriter:
         self._known.add(name)
         if self._ranks.rank == 0:
             try:
-                checkpoint_folder.remove_old(directory, self._keep, self._known)
+                checkpoint_folder.remove_old(directory, self._keep, name, self._known)
             except OSError as error:
                 logger.warning("could not remove old checkpoints in '%s': %s", directory, error)
 

@@ -103,7 +103,7 @@ def test_of_damaged_checkpoints_the_one_before_is_taken(run, caplog):
     flipped(directory / "step-00000006" / "rank-00000.safetensors")
     assert fit(directory) == expected
     assert "step-00000006" in caplog.messages[0]
-    assert "step-00000005', which has trained 1 epochs, step 2 of the next" in caplog.text
+    assert "step-00000005', which has trained 1 epoch, step 2 of the next" in caplog.text
     assert main(["checkpoint", "verify", str(directory)]) == 0  # written anew
 
 
@@ -176,6 +176,16 @@ def test_another_job_in_the_directory_is_noticed(run):
     other.rmdir()
     assert fit(directory) == expected
     assert sorted(os.listdir(directory)) == ["step-00000007", "step-00000008", "step-00000009"]
+
+
+def test_damaged_checkpoints_are_not_kept_in_place_of_good_ones(run):
+    directory, expected = run
+    for step in (5, 6):
+        flipped(directory / f"step-{step:08d}" / "rank-00000.safetensors")
+    left = []
+    during = During(5, lambda: left.extend(os.listdir(directory)))
+    assert fit(directory, keep=1, callbacks=[during]) == expected
+    assert left == ["step-00000005"]
 
 
 OTHERS = {

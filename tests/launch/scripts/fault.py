@@ -26,8 +26,6 @@ if wait == "call":
 
     tnt.init()
 comm.Barrier()
-if fault == "none":
-    subprocess.Popen(["sleep", "60"])  # goes with the rank that has started it
 if comm.rank == 0:
     sys.stderr.write("ready\n")
     sys.stderr.flush()
@@ -63,4 +61,5 @@ elif wait == "call":
 elif wait == "work":
     time.sleep(4 if fault == "return" else 60)
 if fault == "none" and comm.rank == culprit and wait != "none":
+    subprocess.Popen(["sleep", "60"])  # goes with the rank that has started it
     time.sleep(60)

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parent.parent
     "document",
     [
         "README.md",
-        pytest.param("docs/partition.md", marks=pytest.mark.slow),
         pytest.param("docs/schedules.md", marks=pytest.mark.slow),
     ],
 )
@@ -33,6 +32,5 @@ def test_all_commands_with_outputs_are_run() -> None:
     }
     assert shown == {
         "README.md",
-        "docs/partition.md",
         "docs/schedules.md",
     }

@@ -46,8 +46,7 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
     def text(self, fact: str | None = None) -> str:
         """Names the call, with one of its facts."""
         argument = "" if fact is None else f"{fact}={self.facts.get(fact, 'nothing')}"
-        call = f"{self.method}({argument}) at {self.place}" if self.method else "the script's end"
-        return f"{call} after {self.failed}" if self.failed else call
+        return f"{self.method}({argument}) at {self.place}" if self.method else "the script's end"
 
     def digest(self) -> bytes:
         """Returns the same bytes for the same calls, wherever they are made."""
@@ -266,7 +265,9 @@ def disagreement(said: Mapping[int, Announcement]) -> str:
     names = {one.call.method for one in said.values()}
     if len(names) > 1 or any(one.unfinished for one in said.values()):
         texts = {
-            rank: one.call.text() + (", not finished," if one.unfinished else "")
+            rank: one.call.text()
+            + (", not finished," if one.unfinished else "")
+            + (f" after {one.call.failed}" if one.call.failed else "")
             for rank, one in said.items()
         }
         return _refusal(texts)

@@ -100,6 +100,7 @@ class ProbeTrace:
         function: The traced function.
         weights: The weights that get a gradient.
         added_by: For each added loss the name of the layer that adds it.
+        cut_off: The calls whose gradient would be lost between stages.
         drawn_by: The calls that drew random numbers of Python or NumPy while they were traced.
     """
 
@@ -117,6 +118,7 @@ class ProbeTrace:
         self._sparse: list[int] = []
         self._probes: dict[float, PartsProbe] = {}
         self.added_by: tuple[str, ...] = ()
+        self.cut_off: list[Call] = []
         self.drawn_by: list[Call] = []
         self._numbers = _random_numbers()
         place = tf.TensorSpec([2], tf.int32)
@@ -300,11 +302,27 @@ class ProbeTrace:
         self._seeds = seeds[1:]
         try:
             found = tf.gradients(targets, [*sources, *variables], grad_ys=seeds)
+            self.cut_off = self._cut_off(outputs, [*sources, *variables])
         except (NotImplementedError, LookupError):  # such a stage runs on a tape
             return [], []
         pairs = zip(sources, found, strict=False)
         given = [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for s, g in pairs]
         return given, found[len(sources) :]
+
+    def _cut_off(self, outputs: Sequence[tf.Tensor], sources: Sequence[Any]) -> list[Call]:
+        """Finds calls whose gradient no later stage sends, though it would reach `sources`.
+
+        Plans follow what layers say of their dtypes; they may give another one.
+        """
+        boundary = self._module.boundary
+        tensors = {
+            port.tensor
+            for port, output in zip(boundary.outputs, outputs, strict=True)
+            if port not in boundary.outputs_with_gradient
+            and (output.dtype.is_floating or output.dtype.is_complex)
+            and any(gradient is not None for gradient in tf.gradients(output, sources))
+        }
+        return [call for call in self._module.layer.calls if not tensors.isdisjoint(call.outputs)]
 
 
 class StageKinds(NamedTuple):

@@ -82,7 +82,7 @@ class StageProbe:
                 "something else. Draw them with keras.random and a SeedGenerator of its own."
             )
         if training:
-            self._refuse_captured(trace)
+            self._refuse_lost(trace)
         if pieces.total > 1:
             samples = self._enough(rows, first, following())
             try:
@@ -105,8 +105,14 @@ class StageProbe:
             self._factors[key] = tf.constant(np.maximum(kinds, share), keras.config.floatx())
         return self._factors[key]
 
-    def _refuse_captured(self, trace: ProbeTrace) -> None:
-        """Refuses weights that a function reads past their layers."""
+    def _refuse_lost(self, trace: ProbeTrace) -> None:
+        """Refuses weights whose gradient would be lost."""
+        for call in trace.cut_off:
+            raise UnsupportedModelError(
+                f"The gradient of '{call.name}' would not reach the layers before it: its output, "
+                "or one before it, is declared to have integers, but has floating point numbers. "
+                "Declare the dtype that it has, in compute_output_spec()."
+            )
         read = {id(variable) for variable in trace.function.graph.variables}
         for weight in self._others():
             if id(weight.value) in read:

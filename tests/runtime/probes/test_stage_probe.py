@@ -551,6 +551,27 @@ def test_weights_that_are_read_past_their_layers_are_refused_by_name():
     assert distance(*found) < 1e-10
 
 
+class SaysIntegers(layers.Layer):
+    def call(self, x):
+        return 2 * x
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, "int32")
+
+
+@pytest.mark.parametrize("then", [[], [layers.Rescaling(2.0, dtype="float64")]])
+def test_gradients_that_plans_do_not_expect_are_refused_by_name(then):
+    model = between(SaysIntegers(name="lie"), *then)
+    last = then[0].name if then else "lie"
+    pipeline = piped(model, balance=[2 + len(then), 2])
+    with pytest.raises(
+        UnsupportedModelError, match=f"gradient of '{last}' .* declared to have int"
+    ):
+        pipeline.train_on_batch(X, Y)
+    with pytest.raises(UnsupportedModelError, match="gradient of 'lie'"):
+        piped(keras.Model(model.input, model.get_layer("lie").output), stages=1).fit(X, Y)
+
+
 def test_what_rounding_has_switched_once_is_no_mixing(monkeypatch):
     """A ReLU at zero is another with other rounding, and so are the gradients that pass it."""
     honest, once = ProbeTrace.both_ways, [[0]]

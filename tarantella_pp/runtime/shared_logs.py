@@ -33,7 +33,6 @@ class SharedLogs:
         self._model = model
         self._ranks = groups.pipeline
         self._last = placement[-1]
-        self._others = [rank for rank in range(self._ranks.size) if rank != self._last]
         self._clock = StepCounter(OF_METRICS)
         self._differ = False
         self._owners: dict[int, int] = {}
@@ -61,7 +60,7 @@ class SharedLogs:
         self.metrics_change()
         if self._ranks.rank == self._last:
             logs = {name: _plain(value) for name, value in _flatten(step.logs(self._reported()))}
-            self._ranks.send_json(logs, self._others, _LOGS_TAG, label="logs")
+            self._ranks.send_json(logs, self._ranks.others, _LOGS_TAG, label="logs")
         else:
             logs = self._ranks.receive_json(self._last, _LOGS_TAG, label="logs")
         return {
@@ -110,7 +109,7 @@ class SharedLogs:
     def _reported(self) -> float:
         """Takes over metrics that other ranks have reported; returns the sum of their losses."""
         total = 0.0
-        for rank in self._others:
+        for rank in self._ranks.others:
             loss, states = self._ranks.receive_json(rank, _LOSS_TAG, label="added losses")
             total += loss
             for variable, state in zip(self._of_layers[rank], states, strict=True):

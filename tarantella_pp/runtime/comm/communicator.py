@@ -178,27 +178,36 @@ class Communicator:
             return value
         if self.rank != root:
             return self.receive_json(root, _JSON_TAG, label="a value for all ranks")
-        self.send_json(value, self._others, _JSON_TAG, label="a value for all ranks")
-        return msgspec.msgpack.decode(_encode(value).data)  # of the types that others get
+        return self._send_to_others(value, "a value for all ranks")
 
     def allgather_json(self, value: _Json) -> list[_Json]:
         """Returns the list of the values that all ranks pass, on every rank."""
         if self._channel is None or self.size == 1:
             return [value]
-        self.send_json(value, self._others, _JSON_TAG, label="a value of each rank")
-        own = msgspec.msgpack.decode(_encode(value).data)
+        own = self._send_to_others(value, "a value of each rank")
         return [
             own if rank == self.rank else self.receive_json(rank, _JSON_TAG, label="values")
             for rank in range(self.size)
         ]
 
+    def _send_to_others(self, value: Any, label: str) -> Any:
+        """Sends a value to all other ranks; returns it in the types that they get."""
+        data = _encode(value)
+        self._send_encoded(data, self.others, _JSON_TAG, label)
+        return msgspec.msgpack.decode(data.data)
+
     @property
-    def _others(self) -> list[int]:
+    def others(self) -> list[int]:
+        """All ranks but this one."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def send_json(self, value: Any, dests: Sequence[int], tag: int, *, label: str = "") -> None:
         """Starts to send a value to other ranks, which take it with `receive_json`."""
-        data = _encode(value)
+        self._send_encoded(_encode(value), dests, tag, label)
+
+    def _send_encoded(
+        self, data: NDArray[np.uint8], dests: Sequence[int], tag: int, label: str
+    ) -> None:
         first, rest = np.zeros(_FIRST_BYTES, np.uint8), data[_FIRST_BYTES - 8 :]
         first[:8] = np.array([data.size], np.int64).view(np.uint8)
         first[8 : 8 + data.size] = data[: _FIRST_BYTES - 8]

@@ -135,9 +135,8 @@ class DataFeed:
             part = ReadPart(_END)
         except Exception as error:
             part = ReadPart(_FAILED, f"{type(error).__name__}: {error}".encode(), failure=error)
-        ranks = self._communicator
-        others = [rank for rank in range(ranks.size) if rank != ranks.rank]
-        ranks.send_json([part.rows, part.signature], others, _NEWS_TAG, label="batch structure")
+        ranks, news = self._communicator, [part.rows, part.signature]
+        ranks.send_json(news, ranks.others, _NEWS_TAG, label="batch structure")
         return part
 
     def _hear(self, reader: int) -> ReadPart:

@@ -103,8 +103,7 @@ class ValueStream:
         finally:
             # Also if writing has failed: the others wait in `serve` until they hear that it is
             # over.
-            others = [rank for rank in range(self._ranks.size) if rank != self._reader]
-            self._ranks.send_json(None, others, _REQUEST_TAG, label="done")
+            self._ranks.send_json(None, self._ranks.others, _REQUEST_TAG, label="done")
 
     def serve(self) -> None:
         """Hands the one rank values until it has read all that it needs; there it does nothing."""

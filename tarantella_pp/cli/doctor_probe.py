@@ -1,14 +1,9 @@
-"""What `tarantella doctor` runs elsewhere, with one line of JSON for each finding.
-
-python -m tarantella_pp.cli.doctor_probe host           on a host: what it has
-tarantella -n 2 -- -m tarantella_pp.cli.doctor_probe    on ranks: messages between each two
-"""
+"""What `tarantella doctor` runs on each rank: a line of JSON for each host, and each two ranks."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import platform
 import sys
 import time
@@ -22,18 +17,17 @@ SMALL, LARGE, ROUNDS = 8, 4 << 20, 20
 
 
 def main() -> None:
-    """Prints what this host has, or how fast messages between ranks are."""
-    if sys.argv[1:] == ["host"]:
-        _tell(this_host())
-        return
+    """Prints what this host has, then how fast messages between ranks are."""
+    from tarantella_pp.launch.records import RANK_VARIABLE, number_from
+
+    _tell({"rank": number_from(RANK_VARIABLE) or 0, **this_host()})
     from tarantella_pp.runtime.comm.communicator import world
 
     group = world()
     for pair in itertools.combinations(range(group.size), 2):
         group.barrier()  # one pair after the other
         found = measure_pair(group, sum(pair) - group.rank) if group.rank in pair else {}
-        found = group.allgather_json(found)[pair[0]]
-        if group.rank == group.size - 1:  # at once: what comes next may never end
+        if group.rank == pair[1]:  # at once: what comes next may never end
             _tell({"pair": pair, **found})
 
 
@@ -57,7 +51,7 @@ def this_host() -> dict[str, Any]:
             "MPI": library_version() or None,
         },
         "cores": cores_of_node(),
-        "gpus": len(visible_gpus(os.environ)),
+        "gpus": len(visible_gpus({})),  # all of them, whatever this rank was left
     }
 
 

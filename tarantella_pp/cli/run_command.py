@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     launcher = mpi_launchers.find_launcher(arguments.mpi)
     variables = _variables(arguments, per_node, exported)
     # Started inside another job (salloc, mpiexec), ranks would take its variables for their own.
-    inherited = mpi_launchers.without_other_jobs(mpi_launchers.beside_own_step(os.environ))
+    inherited = mpi_launchers.without_other_jobs(os.environ)
     environment = {**inherited, **variables, **exported}
     job = _job(arguments, script, num_ranks, per_node, hosts, environment)
     command = launcher.command(job)
@@ -207,7 +207,6 @@ def _job(
     return mpi_launchers.Job(
         command=(*interpreter_of(arguments), "-m", "tarantella_pp.launch.worker", *script),
         num_ranks=num_ranks,
-        cores=resources.cores_of_node(),
         cores_per_rank=resources.threads_per_rank(per_node, os.environ),
         hosts=hosts,
         names=tuple(sorted(names)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import sys
@@ -11,7 +10,6 @@ import traceback
 import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeGuard
 
 MOST_CHARACTERS = 600
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
@@ -25,17 +23,13 @@ _NOISE = re.compile(
 )
 _NODE = re.compile(r"\[\[\{\{node \S+?/([^/}]+/[^/}]+(?<!PyFunc))\}\}")
 _FILE = re.compile(r'File "([^"]+)", line (\d+)')
-_OF_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def describe(error: BaseException, *notes: str) -> str:
     """Returns an exception in one line."""
-    message = _first_line(str(error))
-    if _of_file(error):  # HDF5 writes a page about it
-        message = f"[Errno {error.errno}] {os.strerror(error.errno or 0)}"
-    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    shown = [*notes, *_notes(error)]
-    return f"{text} ({', '.join(shown)})" if shown else text
+    text = f"{type(error).__name__}: {_first_line(str(error))}".removesuffix(": ")
+    shown = ", ".join([*notes, *_notes(error)])
+    return f"{text} ({shown})" if shown else text
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str:
@@ -64,8 +58,6 @@ def _notes(error: BaseException) -> Iterator[str]:
     """Yields what the message itself leaves out: layer, file, line of the user's code."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     message = str(error)
-    if _of_file(error):
-        yield from _written_file(frames)
     layer = _layer(frames)
     if layer and f"'{layer}'" not in message:
         yield f"layer '{layer}'"
@@ -76,21 +68,6 @@ def _notes(error: BaseException) -> Iterator[str]:
     lines += [(file, int(line)) for file, line in _FILE.findall(message)]
     if place := users_line(lines):
         yield place
-
-
-def _of_file(error: BaseException) -> TypeGuard[OSError]:
-    """Whether a file could not be written, and the exception does not name it."""
-    return isinstance(error, OSError) and error.errno in _OF_FILES and not error.filename
-
-
-def _written_file(frames: list[types.FrameType]) -> Iterator[str]:
-    """Yields the path that a function which failed to write was given."""
-    for frame in reversed(frames):
-        for name in ("path", "filepath", "filename", "file"):
-            value = frame.f_locals.get(name)
-            if isinstance(value, str | os.PathLike):
-                yield f"writing {os.fspath(value)!r}"
-                return
 
 
 def _layer(frames: list[types.FrameType]) -> str:

@@ -17,23 +17,19 @@ OUTPUT_VARIABLE = "TNT_OUTPUT_ON_ALL_DEVICES"
 # How many seconds a host that is reached by ssh may be silent; 0 is for ever.
 HEARTBEAT_VARIABLE = "TNT_HEARTBEAT"
 _HEARTBEAT_SECONDS = 60.0
-# The second name, where there is one, must be set as well. SLURM_NTASKS alone is no sign of
-# several processes: an interactive allocation (`salloc`) and a batch script have it, with one plain
-# `python` each.
-_SIGNS: tuple[tuple[str, str, str | None], ...] = (
-    ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", None),
-    ("MVAPICH's launcher", "MV2_COMM_WORLD_SIZE", None),
+# The second name must be set as well. SLURM_NTASKS alone is no sign of several processes: an
+# interactive allocation (`salloc`) and a batch script have it, with one plain `python` each.
+_SIGNS = (
+    ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("MVAPICH's launcher", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
     ("mpiexec (PMI)", "PMI_SIZE", "PMI_RANK"),
     ("mpiexec (PALS)", "PALS_SIZE", "PALS_RANKID"),
     ("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    ("mpiexec", "MPI_LOCALNRANKS", None),
+    ("mpiexec", "MPI_LOCALNRANKS", "MPI_LOCALNRANKS"),
 )
-_SIZELESS: tuple[tuple[str, str], ...] = (
-    ("a PMIx launcher", "PMIX_RANK"),
-    ("mpiexec (PMI)", "PMI_RANK"),
-    ("mpiexec (PALS)", "PALS_RANKID"),
-)
+# Launchers that may not say how many ranks they start.
+_SIZELESS = ("PMIX_RANK", "PMI_RANK", "PALS_RANKID")
 _FAMILIES = (
     "TNT_", "TF_", "OMP_", "KMP_", "MKL_", "KERAS_", "MALLOC_", "XLA_", "CUDA_", "NCCL_", "UCX_",
 )  # fmt: skip
@@ -54,9 +50,8 @@ class Launch:
 
     def __str__(self) -> str:
         """Returns who started how many processes, and how that is known."""
-        if self.size is None:
-            return f"Several processes were started by {self.starter} ({self.variable} is set)"
-        return f"{self.size} processes were started by {self.starter} ({self.variable}={self.size})"
+        count = self.size or "Several"
+        return f"{count} processes were started by {self.starter} ({self.variable} is set)"
 
 
 def number_of(environ: Mapping[str, str], name: str) -> int | None:
@@ -79,30 +74,20 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     found = [
         Launch(starter, int(environ[name]), name)
         for starter, name, companion in _SIGNS
-        if environ.get(name, "").isdecimal() and (companion is None or companion in environ)
+        if environ.get(name, "").isdecimal() and companion in environ
     ]
-    if found:
-        return max(found, key=lambda launch: launch.size or 0)
-    return next(
-        (Launch(starter, None, name) for starter, name in _SIZELESS if name in environ), None
-    )
+    found += [Launch("a launcher", None, name) for name in _SIZELESS if name in environ]
+    return max(found, key=lambda launch: launch.size or 0, default=None)
 
 
 def rank_environment(
     log_level: str, output_on_all_devices: bool, given: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the variables to set for every rank, on top of those given already."""
-    defaults = {
-        LOG_VARIABLE: LOG_LEVELS[log_level],
-        **allocator_variables(),
-        **product_variables(),
-    }
-    ours = {
-        LOG_LEVEL_VARIABLE: log_level,
-        OUTPUT_VARIABLE: "1" if output_on_all_devices else "0",
-    }
+    defaults = {LOG_VARIABLE: LOG_LEVELS[log_level], **allocator_variables(), **product_variables()}
     unset = {name: value for name, value in defaults.items() if name not in given}
-    return {**unset, **ours}
+    output = "1" if output_on_all_devices else "0"
+    return {**unset, LOG_LEVEL_VARIABLE: log_level, OUTPUT_VARIABLE: output}
 
 
 def needed_elsewhere(given: Mapping[str, str]) -> list[str]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 import pathlib
 import re
-import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import psutil
 
 from tarantella_pp.errors import ConfigurationError
 
@@ -17,7 +14,6 @@ from tarantella_pp.errors import ConfigurationError
 _LINE = re.compile(
     r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::(?P<count>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?"
 )
-_ADDRESS = ". The launchers of MPI read no addresses of IPv6: give the host a name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +54,8 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
     hosts = tuple(_host(path, number, text) for number, text in texts if text)
     if not hosts:
         raise ConfigurationError(f"--hostfile {path} names no host. Received: an empty file")
-    names = [host.name for host in hosts]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    names = Counter(host.name for host in hosts)
+    if twice := [name for name, count in names.items() if count > 1]:
         raise ConfigurationError(
             f"--hostfile {path}: each host has one line, with its number of ranks behind it, as in "
             f"`{twice[0]}:2`. Received twice: {', '.join(twice)}"
@@ -112,23 +107,6 @@ def _host(path: str, number: int, text: str) -> Host:
     if match is None or (slots and not int(slots)):
         raise ConfigurationError(
             f"--hostfile {path}, line {number}: expected `host`, `host:4` or `host slots=4`, with "
-            f"at least one slot. Received: {text!r}{_ADDRESS if '::' in text else ''}"
+            f"at least one slot. Received: {text!r}"
         )
     return Host(match["name"], int(slots) if slots else None)
-
-
-def is_here(host: str) -> bool:
-    """Whether a name or an address is one of this host.
-
-    Some systems have their own full name stand for a loopback address that no link has, such as
-    127.0.1.1.
-    """
-    if host in ("localhost", socket.gethostname()):
-        return True
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:  # a name of ssh's configuration
-        return False
-    own = {link.address for links in psutil.net_if_addrs().values() for link in links}
-    addresses = [str(entry[4][0]).partition("%")[0] for entry in found]
-    return any(one in own or ipaddress.ip_address(one).is_loopback for one in addresses)

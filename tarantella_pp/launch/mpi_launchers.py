@@ -37,6 +37,12 @@ _OF_ANOTHER_JOB = re.compile(
     r"|PMI_(APPNUM|FD|ID|JOBID|LOCAL_RANK|LOCAL_SIZE|PORT|RANK|SIZE|SPAWNED|UNIVERSE_SIZE)\b"
     r"|MPI_LOCALN?RANK|PALS_(LOCAL_)?RANKID\b|SLURM_(PROCID|LOCALID)\b)"
 )
+# Tells srun the protocol by which ranks find each other, as its option `--mpi`.
+TYPE_VARIABLE = "SLURM_MPI_TYPE"
+# Has a step share what others have, as srun's option `--overlap` since Slurm 20.11.
+OVERLAP_VARIABLE = "SLURM_OVERLAP"
+# Variables in which srun tells a task its cores; another srun takes them for options.
+_OF_A_TASK = re.compile(r"SLURM_(CPU|MEM)_BIND")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +51,6 @@ class Job:
 
     command: tuple[str, ...]
     num_ranks: int
-    cores: int
     cores_per_rank: int = 1
     hosts: tuple[HostRanks, ...] = ()
     names: tuple[str, ...] = ()
@@ -67,10 +72,6 @@ class Launcher(abc.ABC):
     @abc.abstractmethod
     def command(self, job: Job) -> list[str]:
         """Returns the command that starts a job."""
-
-    @abc.abstractmethod
-    def remote_shell(self, environ: Mapping[str, str]) -> list[str]:
-        """Returns the command that it reaches other hosts with; empty where it needs none."""
 
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
         """Returns what the launcher itself needs in its environment."""
@@ -96,28 +97,24 @@ class Mpich(Launcher):
     notices_dead_hosts = False
 
     def command(self, job: Job) -> list[str]:
-        hosts = ["-hosts", _slots(job.hosts)] if job.hosts else []
-        label = ["-prepend-rank"] if job.label_output else []
-        return [
-            *(self.executable, "-n", str(job.num_ranks), *hosts),
-            *(*label, *job.options, *job.command),
-        ]
-
-    def remote_shell(self, environ: Mapping[str, str]) -> list[str]:
-        if environ.get("HYDRA_LAUNCHER", "ssh") not in ("ssh", "rsh"):
-            return []
-        own = environ.get("HYDRA_LAUNCHER_EXEC") or environ.get("HYDRA_LAUNCHER", "ssh")
-        return [own, *environ.get("HYDRA_LAUNCHER_EXTRA_ARGS", "").split()]
+        options = ["-hosts", _slots(job.hosts)] if job.hosts else []
+        if job.label_output:
+            options.append("-prepend-rank")
+        return [self.executable, "-n", str(job.num_ranks), *options, *job.options, *job.command]
 
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
-        ours = super().environment(directory)
-        shell = shlex.split(remote_shell) if remote_shell else self.remote_shell(os.environ)
-        if shell:
-            ours["HYDRA_LAUNCHER_EXTRA_ARGS"] = " ".join([*shell[1:], *_options_of(shell)])
+        ours, given = super().environment(directory), os.environ
+        kind = given.get("HYDRA_LAUNCHER", "ssh")
         if remote_shell:
+            own, *options = shlex.split(remote_shell)
             ours["HYDRA_LAUNCHER"] = "ssh"
-            ours["HYDRA_LAUNCHER_EXEC"] = shutil.which(shell[0]) or shell[0]
-        return ours
+            ours["HYDRA_LAUNCHER_EXEC"] = shutil.which(own) or own
+        elif kind in ("ssh", "rsh"):
+            own = given.get("HYDRA_LAUNCHER_EXEC") or kind
+            options = given.get("HYDRA_LAUNCHER_EXTRA_ARGS", "").split()
+        else:
+            return ours
+        return {**ours, "HYDRA_LAUNCHER_EXTRA_ARGS": " ".join([*options, *_options_of(own)])}
 
 
 class OpenMpi(Launcher):
@@ -132,33 +129,27 @@ class OpenMpi(Launcher):
 
     def command(self, job: Job) -> list[str]:
         options = ["--bind-to", "none"]
-        if job.num_ranks > job.cores and not job.hosts:
-            options.append("--oversubscribe")
         if os.geteuid() == 0:
             options.append("--allow-run-as-root")
         if job.hosts:
             options += ["--map-by", "slot", "--host", _slots(job.hosts)]
+        else:
+            options.append("--oversubscribe")
         if job.label_output:
             options += ["--output", "tag"]
         for name in job.names:
             options += ["-x", name]
-        options += job.options
-        return [self.executable, "-n", str(job.num_ranks), *options, *job.command]
-
-    def remote_shell(self, environ: Mapping[str, str]) -> list[str]:
-        return (environ.get(_SHELL_OF_PRTE) or environ.get(_SHELL_OF_ORTE) or "ssh").split()
+        return [self.executable, "-n", str(job.num_ranks), *options, *job.options, *job.command]
 
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
         """Has session files kept with the job: they stay behind when a launcher is killed."""
-        ours = super().environment(directory)
-        names = (_SHELL_OF_PRTE, _SHELL_OF_ORTE)
-        shells = dict.fromkeys(names, remote_shell) if remote_shell else {}
-        shell = shlex.split(remote_shell) if remote_shell else self.remote_shell(os.environ)
-        if options := _options_of(shell):
-            shells[_OPTIONS_OF_PRTE] = " ".join(
-                [*os.environ.get(_OPTIONS_OF_PRTE, "").split(), *options]
-            )
-        return {**ours, "PRTE_MCA_prte_local_tmpdir_base": directory, **shells}
+        ours, given = super().environment(directory), os.environ
+        shell = remote_shell or given.get(_SHELL_OF_PRTE) or given.get(_SHELL_OF_ORTE) or "ssh"
+        if remote_shell:
+            ours |= dict.fromkeys((_SHELL_OF_PRTE, _SHELL_OF_ORTE), remote_shell)
+        if options := _options_of(shell.split()[0]):
+            ours[_OPTIONS_OF_PRTE] = " ".join([*given.get(_OPTIONS_OF_PRTE, "").split(), *options])
+        return {**ours, "PRTE_MCA_prte_local_tmpdir_base": directory}
 
     def signal_for(self, number: signal.Signals) -> signal.Signals:
         """Returns what its ranks' keepers take for SIGINT or SIGTERM: it kills 0.25 s after these.
@@ -189,11 +180,8 @@ class Slurm(Launcher):
             options.append(f"--ntasks-per-node={job.per_node}")
         if job.label_output:
             options.append("--label")
-        options += job.options
-        return [self.executable, f"--ntasks={job.num_ranks}", *options, *job.command]
-
-    def remote_shell(self, environ: Mapping[str, str]) -> list[str]:
-        return []
+        ranks = f"--ntasks={job.num_ranks}"
+        return [self.executable, ranks, *options, *job.options, *job.command]
 
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
         if remote_shell:
@@ -218,9 +206,9 @@ class Slurm(Launcher):
                 mpi.wait(patience)
 
 
-def _options_of(shell: Sequence[str]) -> list[str]:
+def _options_of(shell: str) -> list[str]:
     """Returns what has ssh ask no questions, and end when its host or the link is dead."""
-    if pathlib.Path(shell[0]).name != "ssh":
+    if pathlib.Path(shell).name != "ssh":
         return []
     between = math.ceil(heartbeat_seconds() / _PROBES)
     alive = [f"-oServerAliveInterval={between}", f"-oServerAliveCountMax={_PROBES}"]
@@ -236,8 +224,16 @@ _FAMILIES: dict[str, type[Launcher]] = {"mpich": Mpich, "openmpi": OpenMpi}
 
 
 def without_other_jobs(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment without what other jobs' launchers say of their ranks."""
-    return {name: value for name, value in environ.items() if not _OF_ANOTHER_JOB.match(name)}
+    """Returns an environment without what other jobs' launchers say of their ranks.
+
+    In a shell that `srun --pty` has started, all that was allocated is the shell's, and another
+    srun, which MPICH's launcher calls as well, would wait until the shell is left.
+    """
+    kept = {name: value for name, value in environ.items() if not _OF_ANOTHER_JOB.match(name)}
+    if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environ.keys():
+        return kept
+    kept = {name: value for name, value in kept.items() if not _OF_A_TASK.match(name)}
+    return {OVERLAP_VARIABLE: "1", **kept}
 
 
 def find_launcher(name: str = "auto") -> Launcher:
@@ -275,16 +271,9 @@ def find_launcher(name: str = "auto") -> Launcher:
 
 def _candidates() -> Iterable[str]:
     """Yields every `mpiexec` worth a look, the one that fits mpi4py's library first."""
-    prefixes = [
-        sys.exec_prefix,
-        site.getuserbase() if site.ENABLE_USER_SITE else "",
-        sys.base_prefix,
-    ]
-    folders = [
-        str(pathlib.Path(prefix, "bin"))
-        for prefix in filter(None, prefixes)
-        if any(pathlib.Path(prefix, "lib").glob("libmpi.so*"))
-    ]
+    user = site.getuserbase() if site.ENABLE_USER_SITE else ""
+    prefixes = map(pathlib.Path, filter(None, (sys.exec_prefix, user, sys.base_prefix)))
+    folders = [prefix / "bin" for prefix in prefixes if any(prefix.glob("lib/libmpi.so*"))]
     found = (
         shutil.which(command, path=folder)
         for folder in [*folders, *os.get_exec_path()]
@@ -303,12 +292,6 @@ def _family(path: str) -> str | None:
     return None
 
 
-# Tells srun the protocol by which ranks find each other, as its option `--mpi`.
-TYPE_VARIABLE = "SLURM_MPI_TYPE"
-# Has a step share what others have, as srun's option `--overlap` since Slurm 20.11.
-OVERLAP_VARIABLE = "SLURM_OVERLAP"
-# Variables in which srun tells a task its cores; another srun takes them for options.
-_OF_A_TASK = re.compile(r"SLURM_(CPU|MEM)_BIND")
 # What the version of an MPI library contains, and the protocol that it speaks with Slurm.
 _PROTOCOLS = (("open mpi", "pmix"), ("intel", "pmi2"), ("mvapich", "pmi2"), ("mpich", "pmi2"))
 LIMIT_SECONDS = 60.0
@@ -316,18 +299,6 @@ _LIBRARY = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     "print(MPI.Get_library_version())"
 )
-
-
-def beside_own_step(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment in which a step can begin while this process' own one goes on.
-
-    In a shell that `srun --pty` has started, all that was allocated is the shell's, and another
-    srun, which MPICH's launcher calls as well, would wait until the shell is left.
-    """
-    if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environ.keys():
-        return dict(environ)
-    kept = {name: value for name, value in environ.items() if not _OF_A_TASK.match(name)}
-    return {OVERLAP_VARIABLE: "1", **kept}
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> int:

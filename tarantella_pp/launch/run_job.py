@@ -222,7 +222,9 @@ class JobRun:
 
     def _advice(self) -> str:
         """Returns what to do about hosts that cannot be reached, which MPI may not name."""
-        return "; `tarantella doctor --hostfile` asks their hosts why" if self._hosts else ""
+        if not self._hosts:
+            return ""
+        return "; ssh must reach their hosts without a password, and find this Python there"
 
     def _report_failure(self, failure: Record, mpi: subprocess.Popen[bytes]) -> int:
         """Says which rank failed first, and how; returns the exit code."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from pathlib import Path
 
@@ -61,20 +60,6 @@ def test_the_place_is_that_in_the_users_code():
     with pytest.raises(ValueError, match="Expecting value") as caught:
         json.loads("no")
     assert "(test_cause.py:" in describe(caught.value)  # not json/decoder.py
-
-
-def test_a_full_disk_names_the_file():
-    def save(filepath: str) -> None:
-        flush()
-
-    def flush() -> None:
-        raise OSError(errno.ENOSPC, "Can't write data (file write failed: time = now\n, filename")
-
-    with pytest.raises(OSError, match="time") as caught:
-        save("out/model.keras")
-    assert describe(caught.value).startswith(
-        "OSError: [Errno 28] No space left on device (writing 'out/model.keras', test_cause.py:"
-    )
 
 
 @pytest.mark.keras

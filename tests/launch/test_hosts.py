@@ -43,8 +43,7 @@ def test_lines_of_both_mpis_are_read(tmp_path, encoding):
         ("a\nb\na:2\n", "Received twice: a"),
         ("a\n-oProxyCommand=x\n", "line 2: expected `host`"),
         ("a:0\n", "Received: 'a:0'"),
-        ("fd00::1\n", "give the host a name"),
-        ("[fd00::1]:4\n", "give the host a name"),  # both MPIs would look for a host `[`
+        ("[fd00::1]:4\n", "line 1: expected `host`"),  # both MPIs would look for a host `[`
         ("a b\n", "Received: 'a b'"),
         ("a slots=2 max_slots=4\n", "line 1"),
         ("a:2 slots=2\n", "line 1"),

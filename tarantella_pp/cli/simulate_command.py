@@ -18,7 +18,7 @@ from tarantella_pp.errors import ConfigurationError
 if TYPE_CHECKING:
     from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
     from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint
-    from tarantella_pp.simulation.pipelines import Nodes
+    from tarantella_pp.simulation.network import Nodes
     from tarantella_pp.simulation.simulator import StepTimeline
 
 
@@ -106,13 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.timeline:
         timeline = simulation.replicated(step, replicas)
         columns = shutil.get_terminal_size((100, 24)).columns
-        write_table(
-            "The pipeline is too large to be played, so there is no timeline."
-            if not timeline.events
-            else timeline.to_text(max(40, columns - 12))
-        )
+        write_table(timeline.to_text(max(40, columns - 12)))
     write_table("Scaling, with the same work for each replica:", _curve_table(curve))
-    write_table(*(f"Assumed: {line}" for line in _assumptions(simulation, step)))
+    write_table(*(f"Assumed: {line}" for line in _assumptions(simulation)))
     return 0
 
 
@@ -136,7 +132,7 @@ def _machine(arguments: argparse.Namespace, planned: HardwareSpec | None) -> Har
 
 def _nodes(arguments: argparse.Namespace, machine: HardwareSpec) -> Nodes | None:
     """Returns the hosts that the command line describes."""
-    from tarantella_pp.simulation.pipelines import Nodes
+    from tarantella_pp.simulation.network import Nodes
 
     if arguments.ranks_per_node is not None:
         links = (arguments.nic or machine.bandwidth, arguments.inside or machine.bandwidth)
@@ -246,11 +242,11 @@ def _as_dict(
         **point._asdict(),
         "ranks": [{"busy_seconds": busy, "peak_bytes": peak} for busy, peak in ranks],
         "scaling": [one._asdict() for one in curve],
-        "assumptions": _assumptions(simulation, step),
+        "assumptions": _assumptions(simulation),
     }
 
 
-def _assumptions(simulation: PlanSimulation, step: StepTimeline) -> list[str]:
+def _assumptions(simulation: PlanSimulation) -> list[str]:
     """Says what the figures rest on."""
     plan, machine, nodes = simulation.plan, simulation.machine, simulation.nodes
     measured = [i for i, stage in enumerate(plan.stages) if stage.forward_seconds is not None]
@@ -282,8 +278,6 @@ def _assumptions(simulation: PlanSimulation, step: StepTimeline) -> list[str]:
         lines.append(f"stages {_list(plan.recompute)} repeat their forward pass.")
     if plan.except_last:
         lines.append(f"stages {_list(plan.except_last)} keep all of the last micro-batch instead.")
-    if not step.events:
-        lines.append("the pipeline is too large to be played: closed forms for its slowest rank.")
     return lines
 
 

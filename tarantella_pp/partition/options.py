@@ -24,7 +24,7 @@ from tarantella_pp.partition.plan.plan_parts import (
     Placement,
     PlanConfig,
 )
-from tarantella_pp.schedule import Schedule, ScheduleSpec, bubble_fraction
+from tarantella_pp.schedule import Schedule, ScheduleSpec
 
 # Says how many bytes of gradients replicas sum at a time, where the script does not.
 FUSION_VARIABLE = "TNT_FUSION_THRESHOLD"
@@ -56,9 +56,8 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
         """
         if self.balance == "memory" or not self.ranks:
             return 0.0
-        # Ranks work for (1 - bubble) of a step and wait for the largest stage in the rest.
-        bubble = bubble_fraction("1f1b", self.num_ranks, self.num_micro_batches)
-        return float(bubble / (1 - bubble))
+        # Of m + p - 1 parts of a step, they work in m and wait for the largest stage in the rest.
+        return (self.num_ranks - 1) / self.num_micro_batches
 
     @property
     def weighs_stages(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -45,7 +46,7 @@ def choose_plan(searches: Sequence[PlanSearch], further: Sequence[PlanSearch] = 
         c for c in candidates if c.options.num_micro_batches != chosen.num_micro_batches
     ]
     second = _fastest(rest, deadline, chosen)
-    next_best = None if second is None else _alternative(second)
+    next_best = None if second is None or second[0] == math.inf else _alternative(second)
     return with_step(msgspec.structs.replace(chosen, next_best=next_best))
 
 

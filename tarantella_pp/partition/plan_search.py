@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.errors import ConfigurationError, PlanError, ScheduleError
 from tarantella_pp.partition.best_stages import Solution
 from tarantella_pp.partition.graph.ideals import Array, summed
 from tarantella_pp.partition.options import GIVEN, PlanOptions, Settings
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import CutEdge
-from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
+from tarantella_pp.partition.plan.plan_simulation import MOST_PLAYED, PlanSimulation
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.partition.stage_costs import StageCostModel
 from tarantella_pp.schedule import BEFORE_SEARCH, SEARCHED, ScheduleSpec
@@ -166,7 +166,10 @@ class PlanSearch:
         name = BEFORE_SEARCH if plan.schedule == SEARCHED else plan.schedule
         machine = plan.machine or HardwareSpec()
         simulation = PlanSimulation(plan, machine, name, plan.num_micro_batches)
-        step = simulation.step(self.spec.num_ranks)
+        try:
+            step = simulation.step(self.spec.num_ranks)
+        except ScheduleError:  # too large to be played
+            return math.inf, plan
         return simulation.point(step, plan.num_replicas).step_seconds, plan
 
     def _counts(self, *, limited: bool) -> list[int]:
@@ -177,7 +180,7 @@ class PlanSearch:
         stages, samples = options.num_stages, options.batch_size // options.num_replicas
         if self.spec.num_ranks == 1 and not limited:  # nobody waits for a first micro-batch
             return [1]
-        most = max(1, samples // self.planner.least_rows)
+        most = max(1, min(samples // self.planner.least_rows, MOST_PLAYED // stages))
         if not limited:
             most = min(most, 16 * stages)
         counts = [n for n in range(1, most + 1) if samples % n == 0]

@@ -32,8 +32,5 @@ from tarantella_pp.schedule.spec import BEFORE_SEARCH as BEFORE_SEARCH
 from tarantella_pp.schedule.spec import SEARCHED as SEARCHED
 from tarantella_pp.schedule.spec import TRAINING_NAMES as TRAINING_NAMES
 from tarantella_pp.schedule.spec import ScheduleSpec as ScheduleSpec
-from tarantella_pp.schedule.spec import bubble_fraction as bubble_fraction
-from tarantella_pp.schedule.spec import held_whole_bounds as held_whole_bounds
-from tarantella_pp.schedule.spec import in_flight_bounds as in_flight_bounds
 from tarantella_pp.schedule.spec import read_schedule as read_schedule
 from tarantella_pp.schedule.spec import send_window as send_window

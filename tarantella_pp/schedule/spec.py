@@ -1,28 +1,10 @@
-"""Which schedule a pipeline runs, whatever the number of micro-batches; what the classic ones take.
-
-Bubble and memory of the classic schedules as formulas: for any size, without playing.
-
-They hold for equal stages and ranks and messages that take no time. Then each of p ranks works for
-m micro-batches, and waits as long as p - 1 of them take: while the first one comes down to it, and
-while the first gradient comes up, or the last one goes up. Three ranks and four micro-batches, with
-F and BW as long as each other::
-
-    rank 0  F F F F . . . . B B B B                     gpipe
-    rank 1  . F F F F . . B B B B .      bubble = (p - 1) / (m + p - 1) = 2 / 6
-    rank 2  . . F F F F B B B B . .
-
-With v stages on each rank the ways down and up are v times shorter. With W apart from B only B has
-to go up, and W fills the time till then: of three parts of a micro-batch one is waited for.
-Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
-SC 2021, section 2.2; Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.
-"""
+"""Which schedule a pipeline runs, whatever the number of micro-batches."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,69 +14,6 @@ from tarantella_pp.schedule.generators import SCHEDULE_NAMES, make_placement, ma
 from tarantella_pp.schedule.list_scheduling import merge
 from tarantella_pp.schedule.lowering import lower, validate
 from tarantella_pp.schedule.schedule import Schedule
-
-
-def bubble_fraction(
-    name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1
-) -> Fraction:
-    """Returns the part of all ranks' time in which they do not compute.
-
-    For ``gpipe``, ``1f1b``, ``eager-1f1b`` and ``interleaved`` with fused backwards, and for
-    ``forward``, whatever the seconds of F, B and W; for ``zb-h1`` and ``zb-v`` if all three take
-    equally long.
-    """
-    p, m, v = num_ranks, num_micro_batches, stages_per_rank
-    if min(p, m, v) < 1:
-        raise ScheduleError(
-            f"Expected numbers of at least 1. Received: num_ranks={p}, num_micro_batches={m}, "
-            f"stages_per_rank={v}"
-        )
-    if name not in ("interleaved", "zb-v") and v != 1:
-        raise ScheduleError(
-            f"Expected one stage per rank for the formula of {name}. Received: stages_per_rank={v}"
-        )
-    known = {
-        **dict.fromkeys(("gpipe", "1f1b", "eager-1f1b", "forward"), (m, p - 1)),
-        "interleaved": (v * m, p - 1 if m >= p else v * (p - m) + m - 1),
-        "zb-h1": (3 * m, max(p - 1, 2 * p - 1 - m)),
-        "zb-v": (6 * m, max(p - 1, 4 * p - 2 - 2 * m)),
-    }
-    if name not in known:
-        raise ScheduleError(f"Expected one of {', '.join(known)}. Received: schedule={name!r}")
-    work, idle = known[name]
-    return Fraction(idle, work + idle)
-
-
-# The schedules whose memory `in_flight_bounds` and `held_whole_bounds` know.
-MEMORY_FORMULAS = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "forward")
-
-
-def in_flight_bounds(name: str, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
-    """Returns the most micro-batches that each stage holds, for any number of ranks."""
-    if name not in MEMORY_FORMULAS:
-        raise ScheduleError(
-            f"Expected one of {', '.join(MEMORY_FORMULAS)}. Received: schedule={name!r}"
-        )
-    if name in ("1f1b", "eager-1f1b"):
-        ahead = 2 if name == "eager-1f1b" else 1
-        after = range(num_stages - 1, -1, -1)
-        return tuple(min(1 + ahead * stages, num_micro_batches) for stages in after)
-    held = {"gpipe": num_micro_batches, "zb-h1": min(num_stages, num_micro_batches), "forward": 0}
-    return (held[name],) * num_stages
-
-
-def held_whole_bounds(
-    name: str, num_stages: int, num_micro_batches: int, except_last: Container[int] = ()
-) -> tuple[int, ...]:
-    """Returns the most micro-batches that each stage, if it recomputes, holds all of at a time.
-
-    Those that it is in the backward pass of, begun or waiting, and those that it keeps whole.
-    """
-    held = in_flight_bounds(name, num_stages, num_micro_batches)
-    return tuple(
-        min(held[stage], 1 + stage * (name == "zb-h1") + (stage in except_last))
-        for stage in range(num_stages)
-    )
 
 
 def send_window(name: str, num_stages: int, num_ranks: int) -> int | None:
@@ -188,8 +107,6 @@ class ScheduleSpec:
 
     def in_flight(self, num_micro_batches: int) -> tuple[int, ...]:
         """Returns the most micro-batches that each stage holds."""
-        if self.custom is None and self.named in MEMORY_FORMULAS:
-            return in_flight_bounds(self.named, self.num_stages, num_micro_batches)
         return self.make(num_micro_batches).held()
 
     def held_whole(
@@ -201,8 +118,6 @@ class ScheduleSpec:
         """
         if self.custom is None and self.name == SEARCHED:
             return self.in_flight(num_micro_batches)
-        if self.custom is None and self.name in MEMORY_FORMULAS:
-            return held_whole_bounds(self.name, self.num_stages, num_micro_batches, except_last)
         return self.make(num_micro_batches).held_whole(except_last)
 
     def repeated(

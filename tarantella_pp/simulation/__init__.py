@@ -9,9 +9,6 @@ print(simulate(schedule, Costs.uniform(num_stages=4)).to_text())
 
 from __future__ import annotations
 
-from tarantella_pp.simulation.pipelines import Network as Network
-from tarantella_pp.simulation.pipelines import pipeline_step as pipeline_step
-from tarantella_pp.simulation.pipelines import replicated_step as replicated_step
 from tarantella_pp.simulation.schedule_search import search_schedule as search_schedule
 from tarantella_pp.simulation.simulator import Costs as Costs
 from tarantella_pp.simulation.simulator import Event as Event

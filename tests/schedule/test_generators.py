@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from tarantella_pp.errors import ScheduleError, TarantellaError
+from tarantella_pp.errors import TarantellaError
 from tarantella_pp.schedule import (
-    bubble_fraction,
     make_schedule,
     validate,
 )
@@ -27,14 +26,6 @@ def test_every_stage_runs_micro_batches_in_increasing_order(schedule):
                 if action.stage == stage and part in action.kind
             ]
             assert order == list(range(schedule.num_micro_batches))
-
-
-@pytest.mark.parametrize(
-    "arguments", [("zb-auto", 2, 2), ("1f1b", 0, 2), ("1f1b", 2, 2, 2), ("zb-h1", 2, 2, 0)]
-)
-def test_formulas_that_do_not_exist(arguments):
-    with pytest.raises(ScheduleError, match="Received"):
-        bubble_fraction(*arguments)
 
 
 def test_megatron_order():

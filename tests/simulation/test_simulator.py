@@ -12,12 +12,12 @@ from tarantella_pp.schedule import (
     Compute,
     Schedule,
     Transfer,
-    bubble_fraction,
     kept_whole,
     lower,
     make_schedule,
 )
 from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, simulate
+from tests.helpers.closed_forms import bubble_fraction
 from tests.helpers.schedule_strategies import lowered_schedules
 
 
@@ -30,16 +30,16 @@ def play(name, *numbers, costs=None, **options):
 def test_closed_forms_of_one_stage_per_rank(p, m):
     for name in ("gpipe", "1f1b", "zb-h1", "forward"):
         timeline = play(name, p, m)
-        assert timeline.bubble_fraction == pytest.approx(float(bubble_fraction(name, p, m)))
-        assert timeline.speed_up == pytest.approx(float(p * (1 - bubble_fraction(name, p, m))))
+        assert timeline.bubble_fraction == pytest.approx(bubble_fraction(name, p, m))
+        assert timeline.speed_up == pytest.approx(p * (1 - bubble_fraction(name, p, m)))
     timeline = play("zb-v", 2 * p, m)
-    assert timeline.bubble_fraction == pytest.approx(float(bubble_fraction("zb-v", p, m)))
+    assert timeline.bubble_fraction == pytest.approx(bubble_fraction("zb-v", p, m))
 
 
 @given(p=st.integers(1, 6), v=st.integers(1, 4), m=st.integers(1, 16))
 def test_closed_form_of_interleaving(p, v, m):
     timeline = play("interleaved", p * v, m, p)
-    assert timeline.bubble_fraction == pytest.approx(float(bubble_fraction("interleaved", p, m, v)))
+    assert timeline.bubble_fraction == pytest.approx(bubble_fraction("interleaved", p, m, v))
 
 
 @given(
@@ -51,7 +51,7 @@ def test_bubble_of_fused_schedules_does_not_depend_on_the_seconds(p, m, seconds)
     costs = Costs.uniform(p, *seconds)
     for name in ("gpipe", "1f1b", "forward"):
         timeline = play(name, p, m, costs=costs)
-        assert timeline.bubble_fraction == pytest.approx(float(bubble_fraction(name, p, m)))
+        assert timeline.bubble_fraction == pytest.approx(bubble_fraction(name, p, m))
 
 
 @given(lowered_schedules(), st.floats(0, 2), st.floats(0, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -16,18 +16,23 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork, r
 from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import rank_in_job
 from tarantella_pp.schedule.actions import Link
-from tarantella_pp.schedule.spec import ScheduleSpec
-from tarantella_pp.simulation.pipelines import (
-    Network,
-    NodeLayout,
-    Nodes,
-    pipeline_step,
-    replicated_step,
+from tarantella_pp.schedule.lowering import lower
+from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec
+from tarantella_pp.simulation.network import Network, Nodes
+from tarantella_pp.simulation.schedule_search import search_schedule
+from tarantella_pp.simulation.simulator import (
+    Costs,
+    LinkCosts,
+    StageCosts,
+    StepTimeline,
+    simulate,
 )
-from tarantella_pp.simulation.simulator import Costs, LinkCosts, StageCosts, StepTimeline
 
 # Where the scaling curve ends.
 MOST_RANKS = 4096
+# Stages x micro-batches up to which a step is played, in about a second, and those of `zb-auto`,
+# which plays dozens of schedules.
+MOST_PLAYED, MOST_SEARCHED = 20_000, 1_000
 # How often the bytes of a weight's gradient move besides, to be added to a sum.
 SUMMING = 2.0
 
@@ -115,7 +120,6 @@ class ScalePoint(NamedTuple):
     samples_per_second: float
     speed_up: float  # samples per second over those of one rank alone
     efficiency: float  # speed-up by the number of ranks
-    played: bool  # event by event; otherwise from closed forms
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,28 +163,24 @@ class PlanSimulation:
             for target in cut.targets:
                 sizes[cut.source, target] += sent + cut.mask_bytes
                 sizes[target, cut.source] += sent if cut.has_gradient else 0
-        speeds = self._link_speeds(sizes, spec)
+        where, network = spec.placement, self._network(spec.num_ranks)
+        speeds = network.link_speeds({pair: (where[pair[0]], where[pair[1]]) for pair in sizes})
         links = {
             pair: LinkCosts(size * mean / planned / speeds[pair], self.machine.latency)
             for pair, size in sizes.items()
         }
         return Costs(tuple(stages), links)
 
-    def _link_speeds(self, pairs: Iterable[Link], spec: ScheduleSpec) -> dict[Link, float]:
-        """Bytes per second between the ranks of stages."""
-        if self.nodes is None:
-            return dict.fromkeys(pairs, self.machine.bandwidth or math.inf)
-        where, layout = spec.placement, self._layout(self.nodes, spec.num_ranks)
-        return layout.link_speeds({pair: (where[pair[0]], where[pair[1]]) for pair in pairs})
-
-    def _layout(self, nodes: Nodes, num_ranks: int) -> NodeLayout:
+    def _network(self, num_ranks: int, num_replicas: int | None = None) -> Network:
         """Which ranks share a host."""
-        replicas, together = self.num_replicas or self.plan.num_replicas, self.plan.placement
+        replicas = num_replicas or self.num_replicas or self.plan.num_replicas
+        together, bandwidth = self.plan.placement, self.machine.bandwidth
 
         def rank_of(replica: int, position: int) -> int:
             return rank_in_job(replica, position, replicas, num_ranks, together)
 
-        return nodes.layout(num_ranks, replicas, rank_of)
+        nodes = self.nodes or Nodes(1, bandwidth, bandwidth)
+        return nodes.network(num_ranks, replicas, rank_of, self.machine.latency)
 
     def _held_again(self, spec: ScheduleSpec) -> dict[int, float]:
         """Stages that recompute, with what they make again and hold, over what was planned."""
@@ -223,16 +223,24 @@ class PlanSimulation:
 
     def step(self, num_ranks: int | None = None) -> StepTimeline:
         """Plays the step of one replica."""
-        # A schedule that is searched for holds no more than was planned.
-        limit = [stage.in_flight for stage in self.plan.stages] if self._runs_own else None
-        return pipeline_step(
-            self.spec(num_ranks),
-            self.costs(num_ranks),
-            self.micro_batches,
-            links=self.plan.links,
-            gradient_links=self.plan.gradient_links,
-            in_flight_limit=limit,
-        )
+        spec, count = self.spec(num_ranks), self.micro_batches
+        searched = spec.name == SEARCHED and spec.custom is None
+        if spec.num_stages * count > (MOST_SEARCHED if searched else MOST_PLAYED):
+            raise ScheduleError(
+                f"A step of {spec.num_stages} stages and {count} micro-batches of {spec.name} is "
+                "too large to be played. Take fewer micro-batches."
+            )
+        costs = self.costs(num_ranks)
+        if searched:
+            # A schedule that is searched for holds no more than was planned.
+            limit = [stage.in_flight for stage in self.plan.stages] if self._runs_own else None
+            schedule = search_schedule(
+                spec.num_stages, count, placement=spec.placement, costs=costs, in_flight_limit=limit
+            )
+        else:
+            schedule = spec.make(count)
+        lowered = lower(schedule, self.plan.links, self.plan.gradient_links, blocking=False)
+        return replace(simulate(lowered, costs), name=spec.name)
 
     def spec(self, num_ranks: int | None = None) -> ScheduleSpec:
         """Returns the schedule on a number of ranks, by default those of the plan."""
@@ -253,12 +261,20 @@ class PlanSimulation:
         return replace(self, machine=free, nodes=None)
 
     def replicated(self, step: StepTimeline, num_replicas: int) -> StepTimeline:
-        """Returns the step of several replicas, with the sums of their gradients."""
-        buckets = [stage.reduced_bytes for stage in self.plan.stages]
-        network = Network(self.machine.bandwidth, self.machine.latency)
-        if self.nodes is not None:
-            network = self._layout(self.nodes, step.num_ranks).network(self.machine.latency)
-        return replicated_step(step, buckets, network, num_replicas)
+        """Returns the step of several replicas, with the sums of their gradients.
+
+        The replicas of a stage sum its gradients in a ring of their own, bucket by bucket, as soon
+        as its last weight gradient is there; the other stages compute meanwhile.
+        """
+        if num_replicas == 1:
+            return replace(step, reductions=())
+        network = self._network(step.num_ranks, num_replicas)
+        return step.with_reductions(
+            [
+                [network.allreduce_seconds(size) for size in stage.reduced_bytes]
+                for stage in self.plan.stages
+            ]
+        )
 
     def point(self, step: StepTimeline, num_replicas: int) -> ScalePoint:
         """Returns what the step of several replicas comes to."""
@@ -268,7 +284,7 @@ class PlanSimulation:
         speed_up = num_replicas * step.serial_seconds / seconds
         return ScalePoint(
             num_ranks, num_replicas, step.step_seconds, step.exposed_seconds, samples,
-            samples / seconds, speed_up, speed_up / num_ranks, bool(step.events),
+            samples / seconds, speed_up, speed_up / num_ranks,
         )  # fmt: skip
 
     def curve(self, step: StepTimeline, num_ranks: int | None = None) -> list[ScalePoint]:
@@ -278,7 +294,7 @@ class PlanSimulation:
         size = step.num_ranks
         # ZB-V needs its two stages on each rank, and a schedule of one's own names its ranks.
         custom = self._runs_own and self.plan.schedule_text is not None
-        shared = step.events and self.schedule != "zb-v" and not custom
+        shared = self.schedule != "zb-v" and not custom
         fewer = [ranks for ranks in range(2, size) if shared and size % ranks == 0]
         alone = replace(self, num_replicas=1)
         points = [alone.point(alone.step(ranks), 1) for ranks in fewer]

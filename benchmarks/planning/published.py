@@ -355,7 +355,7 @@ def searched_rows() -> Iterator[Cells]:
         bubbles = [simulate(lower(one), costs).bubble_fraction for one in schedules]
         yield (
             row.model, *map(str, size), *(f"{bubble:.4f}" for bubble in bubbles),
-            str(max(found.held())), f"{seconds:.1f}",
+            str(max(found.held)), f"{seconds:.1f}",
         )  # fmt: skip
 
 

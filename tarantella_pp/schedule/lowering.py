@@ -115,7 +115,7 @@ def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None
     _check_deadlock(schedule)
     if in_flight is None:
         return
-    held = schedule.held()
+    held = schedule.held
     if len(in_flight) != len(held) or any(map(operator.gt, held, in_flight)):
         raise ScheduleError(
             f"Expected stages to hold no more micro-batches than declared; they hold "

@@ -82,15 +82,16 @@ class Schedule:
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     def in_flight(self, stage: int) -> int:
-        """Returns how many micro-batches' residuals `stage` holds at the worst moment.
+        """Returns how many micro-batches' residuals `stage` holds at the worst moment."""
+        return self.held[stage]
 
-        Residuals live from the end of a micro-batch's forward to the end of the last computation
-        of its backward. A forward-only schedule keeps none.
-        """
-        return self.held()[stage]
-
+    @cached_property
     def held(self) -> tuple[int, ...]:
-        """Returns of how many micro-batches each stage holds the residuals at the worst moment."""
+        """Of how many micro-batches each stage holds the residuals at the worst moment.
+
+        They live from the end of a micro-batch's forward to the end of the last computation of its
+        backward. A forward-only schedule keeps none.
+        """
         held, peak = [0] * self.num_stages, [0] * self.num_stages
         for rank in range(self.num_ranks):
             for action, change in self.residual_changes(rank):

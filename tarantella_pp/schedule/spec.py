@@ -107,7 +107,7 @@ class ScheduleSpec:
 
     def in_flight(self, num_micro_batches: int) -> tuple[int, ...]:
         """Returns the most micro-batches that each stage holds."""
-        return self.make(num_micro_batches).held()
+        return self.make(num_micro_batches).held
 
     def held_whole(
         self, num_micro_batches: int, except_last: Container[int] = ()
@@ -128,7 +128,7 @@ class ScheduleSpec:
         return {stage: num_micro_batches - kept[stage] for stage in stages}
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _named_schedule(spec: ScheduleSpec, num_micro_batches: int) -> Schedule:
     """Makes a named schedule, once for those who ask one after the other what it holds."""
     name, num_stages = spec.named, spec.num_stages

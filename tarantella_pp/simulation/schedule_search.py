@@ -55,7 +55,7 @@ def search_schedule(
         raise ScheduleError(f"Expected costs of {num_stages} stages. Received: {len(costs.stages)}")
     limits = _check_limits(in_flight_limit, num_stages, num_micro_batches)
     known = _named_schedules(num_micro_batches, where)
-    candidates = [one for one in known if all(map(operator.le, one.held(), limits))]
+    candidates = [one for one in known if all(map(operator.le, one.held, limits))]
     players = (
         _PolicyScheduler(where, num_micro_batches, costs, policy)
         for policy in _policies(limits, len(set(where)))

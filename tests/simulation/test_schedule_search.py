@@ -36,10 +36,10 @@ def test_the_search_is_never_worse_than_what_it_starts_from(data, p, m):
     limit = data.draw(st.none() | st.integers(1, 8))
     best = search_schedule(p, m, costs=costs, in_flight_limit=limit)
     validate(lower(best))
-    assert limit is None or max(best.held()) <= limit
+    assert limit is None or max(best.held) <= limit
     for name in ("1f1b", "zb-h1", "gpipe"):
         other = make_schedule(name, p, m)
-        if limit is None or max(other.held()) <= limit:
+        if limit is None or max(other.held) <= limit:
             assert alone(best, costs) <= alone(other, costs) * (1 + 1e-8)
 
 

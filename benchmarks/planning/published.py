@@ -268,7 +268,7 @@ class Track:
         stages, count = len(row.balance), row.micro_batches
         plan = planned_speed(self.build, row, self.machine if ours else None)
         costs = PlanSimulation(plan, self.machine, "gpipe", count).costs()
-        repeated = count if row.always else count - 1  # the last one is not: `except_last`
+        repeated = count if row.always else count - 1  # the last one is not
         before = {
             Compute(stage, "BW", i): cost.forward
             for stage, cost in enumerate(costs.stages)

@@ -76,9 +76,8 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", metavar="NAME",
         help="whose state counts as memory (default: the model's, else Adam's)")  # fmt: skip
     add("--recompute", type=_recompute, metavar="STAGES",
-        help="activation checkpointing: all, except_last, none, or stages such as 0,1 or "
-        "0:except_last,1 that repeat their forward pass to save memory, of all micro-batches or of "
-        "all but the last (default: only where a limit needs it)")  # fmt: skip
+        help="activation checkpointing: all, none, or stages such as 0,1 that repeat their forward "
+        "pass to save memory (default: only where a limit needs it)")  # fmt: skip
     add("--replicas", dest="num_replicas", type=positive_int, metavar="R",
         help="pipelines side by side, which share the batch (default: 1)")  # fmt: skip
     add("--placement", choices=("pipelines-together", "replicas-together"),
@@ -106,12 +105,9 @@ def _limits(text: str) -> str | list[str]:
 
 
 def _recompute(text: str) -> Recompute:
-    """Reads stages, each with what it repeats or without."""
-    pairs = [part.partition(":") for part in text.split(",")]
-    stages = {stage for stage, *_ in pairs if stage.isdecimal()}
-    if len(stages) < len(pairs):
-        return text
-    return {int(stage): how if colon else "all" for stage, colon, how in pairs}
+    """Reads stages, or a word."""
+    parts = text.split(",")
+    return [int(part) for part in parts] if all(part.isdecimal() for part in parts) else text
 
 
 def _make(arguments: argparse.Namespace) -> int:

@@ -71,9 +71,8 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch
             and repeat its forward pass in the backward pass, which saves memory: `"all"`,
             `"none"` or their numbers. A micro-batch whose backward pass comes next is not repeated
-            (all of the last stage under `1f1b`). `"except_last"` keeps the last micro-batch of a
-            step, too, which is faster; also for each stage, as in `{0: "except_last", 1: "all"}`.
-            Default: none, or where the limit needs it the fastest.
+            (all of the last stage under `1f1b`). Default: none, or where the limit needs it the
+            fastest.
         plan: A `Plan` or the path of one, which says all but `check_replicas`.
         wire_dtype: `"bfloat16"` to halve what travels from rank to rank: floating point
             activations and gradients are rounded to its 8 bits of precision, and the numbers are

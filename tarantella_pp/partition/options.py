@@ -31,10 +31,8 @@ FUSION_VARIABLE = "TNT_FUSION_THRESHOLD"
 BALANCES = ("memory", "time", "flops")
 # The balance of a plan whose stages were given.
 GIVEN = "given"
-# Which micro-batches a stage may repeat.
-RECOMPUTATIONS = ("all", "except_last", "none")
-# What the option `recompute` may be.
-Recompute = str | Sequence[int] | Mapping[int, str]
+# What the option `recompute` may be: "all", "none" or stages.
+Recompute = str | Sequence[int]
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 
 
@@ -69,7 +67,7 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
         """Stages that repeat their forward pass, and how many micro-batches they hold all of.
 
         For those in the backward pass: where weight gradients wait, what they need waits with
-        them. And for the last one where that is not repeated.
+        them.
         """
         return {stage: self.held_whole[stage] for stage in self.recompute}
 
@@ -139,10 +137,9 @@ class PlanOptions:
         _choice("placement", self.placement, PLACEMENTS)
         spec = spec or ScheduleSpec.of(_or(self.schedule, "1f1b"), stages)
         again = stages_to_recompute(_or(self.recompute, "none"), stages)
-        except_last = tuple(stage for stage, how in again.items() if how == "except_last")
         repeated: tuple[float, ...] = ()
         if self.balance == "time":
-            times = spec.repeated(micro_batches, again, except_last) if again else {}
+            times = spec.repeated(micro_batches, again) if again else {}
             repeated = tuple(times.get(stage, 0) / micro_batches for stage in range(stages))
         shared = len(set(spec.placement)) < len(spec.placement)
         return Settings(
@@ -154,10 +151,9 @@ class PlanOptions:
             balance=cast("str", self.balance),
             memory_limit=_memory_limit(self.memory_limit, stages),
             in_flight=spec.in_flight(micro_batches),
-            held_whole=spec.held_whole(micro_batches, except_last),
+            held_whole=spec.held_whole(micro_batches),
             repeated=repeated,
-            recompute=tuple(again),
-            except_last=except_last,
+            recompute=again,
             ranks=spec.placement if shared else (),
             placement=cast("Placement", self.placement),
             fusion_threshold=fusion_threshold_of(self.fusion_threshold),
@@ -188,21 +184,19 @@ def narrow_dtype(option: str, given: Any) -> NarrowDtype | None:
     return cast("NarrowDtype | None", given)
 
 
-def stages_to_recompute(recompute: Any, num_stages: int) -> dict[int, str]:
+def stages_to_recompute(recompute: Any, num_stages: int) -> tuple[int, ...]:
     """Reads the option `recompute`."""
-    if isinstance(recompute, str) and recompute in RECOMPUTATIONS:
-        recompute = dict.fromkeys(range(num_stages), recompute)
-    given = list(recompute) if isinstance(recompute, Iterable) else [recompute]
-    hows = list(recompute.values()) if isinstance(recompute, Mapping) else ["all"] * len(given)
+    if isinstance(recompute, str) and recompute in ("all", "none"):
+        return tuple(range(num_stages if recompute == "all" else 0))
+    listed = isinstance(recompute, Iterable) and not isinstance(recompute, Mapping)
+    given = list(recompute) if listed else [recompute]
     whole = all(hasattr(s, "__index__") and not isinstance(s, bool) for s in given)
-    stages = [s.__index__() for s in given] if whole else []
-    known = all(isinstance(how, str) and how in RECOMPUTATIONS for how in hows)
-    if whole and known and len(set(stages)) == len(given) and set(stages) <= set(range(num_stages)):
-        return {s: how for s, how in sorted(zip(stages, hows, strict=True)) if how != "none"}
+    stages = {s.__index__() for s in given} if whole else set()
+    if whole and len(stages) == len(given) and stages <= set(range(num_stages)):
+        return tuple(sorted(stages))
     raise ConfigurationError(
-        "Expected 'all', 'except_last', 'none', different stages from "
-        f"0 to {num_stages - 1}, or one of the three for each of some stages, as in "
-        f"{{0: 'except_last'}}. Received: recompute={recompute!r}"
+        f"Expected 'all', 'none', or different stages from 0 to {num_stages - 1}. "
+        f"Received: recompute={recompute!r}"
     )
 
 

@@ -85,7 +85,7 @@ def ways_to_less_memory(plan: Plan) -> str:
     ways = ["smaller batches", "more stages"]
     if plan.num_micro_batches < plan.batch_size:
         ways.append("more micro-batches")
-    if len(plan.recompute) < plan.num_stages or plan.except_last:
+    if len(plan.recompute) < plan.num_stages:
         ways.append("recompute='all'")
     if plan.num_replicas > 1 and not plan.shard_optimizer:
         ways.append("shard_optimizer=True")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from tarantella_pp.runtime.recorder import METRICS, Recorder, Span
@@ -41,7 +41,6 @@ class Executor:
         stages: Mapping[int, Stage],
         messages: StageMessages,
         recorder: Recorder,
-        except_last: Container[int] = (),
     ) -> None:
         self.recorder = recorder
         self._stages = stages
@@ -49,7 +48,6 @@ class Executor:
         self._activations: dict[Message, Sequence[tf.Tensor]] = {}
         self._gradients: dict[Message, Sequence[tf.Tensor]] = {}
         self._awaited: dict[tuple[Direction, Message], Transfer] = {}
-        self._except_last = except_last
         self._kept_whole: frozenset[tuple[int, int]] = frozenset()
 
     def run(self, schedule: Schedule, step: BatchStep) -> None:
@@ -60,7 +58,7 @@ class Executor:
         transfers = [action for action in program if isinstance(action, Transfer)]
         receives = [action for action in transfers if action.operation == "R"]
         self._messages.begin(receives, step.sizes, window)
-        self._kept_whole = kept_whole(program, self._except_last)
+        self._kept_whole = kept_whole(program)
         forwards_left = sum(isinstance(a, Compute) and a.kind == "F" for a in program)
         reduces = False
         for action in program:

@@ -71,7 +71,7 @@ class RankStages(dict[int, Stage]):
             for i, module in self.modules.items()
         }
         messages = StageMessages(ranks, graph, self.edges, placement, sent_as=plan.wire_dtype)
-        self.executor = Executor(self, messages, Recorder(1), plan.except_last)
+        self.executor = Executor(self, messages, Recorder(1))
         self._forward_state = ForwardState(
             [call for module in self.modules.values() for call in module.layer.calls],
             [module.statistics for module in self.modules.values()],

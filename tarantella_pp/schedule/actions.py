@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
 from tarantella_pp.errors import ScheduleError
@@ -74,22 +74,17 @@ class Reduce(NamedTuple):
 Action: TypeAlias = Compute | Transfer | Reduce
 
 
-def kept_whole(
-    actions: Iterable[Action], except_last: Container[int] = ()
-) -> frozenset[tuple[int, int]]:
+def kept_whole(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
     """Returns the micro-batches that a stage keeps whole even if it recomputes: none is repeated.
 
     Those between whose forward and backward the rank runs nothing else backward. That takes no
     more memory, for in its backward a micro-batch is whole anyhow. Where each rank has one stage,
-    it is the first one of each, and all of the last stage under 1F1B. And the last micro-batch of
-    the stages in `except_last`, which waits with all that its backward needs while others run
-    backward::
+    it is the first one of each, and all of the last stage under 1F1B::
 
-        stage 0  F0 F1 .. .. BW0 F2 BW1 .. BW2    keeps 0 whole, and 2 with `except_last`
+        stage 0  F0 F1 .. .. BW0 F2 BW1 .. BW2    keeps 0 whole
         stage 1  .. F0 BW0 F1 BW1 .. F2 BW2       keeps 0, 1 and 2 whole
     """
     found: set[tuple[int, int]] = set()
-    last: dict[int, int] = {}
     since: set[tuple[int, int]] = set()
     for action in actions:
         if not isinstance(action, Compute):
@@ -97,12 +92,10 @@ def kept_whole(
         one = (action.stage, action.micro_batch)
         if action.kind == "F":
             since.add(one)
-            last[action.stage] = max(action.micro_batch, last.get(action.stage, 0))
             continue
         if action.kind != "W" and one in since:
             found.add(one)
         since.clear()
-    found.update((stage, i) for stage, i in last.items() if stage in except_last)
     return frozenset(found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -99,13 +99,13 @@ class Schedule:
                 peak[action.stage] = max(peak[action.stage], held[action.stage])
         return tuple(peak)
 
-    def held_whole(self, except_last: Container[int] = ()) -> tuple[int, ...]:
+    def held_whole(self) -> tuple[int, ...]:
         """Returns of how many micro-batches each stage holds all, if it recomputes, at the worst.
 
         To the end of a micro-batch's W: of one that is kept whole from its F, and of others, which
         are repeated, from their B. 1 where no weight gradient is put off and none is kept whole.
         """
-        kept = self.kept_whole(except_last)
+        kept = self.kept_whole()
         whole: list[set[int]] = [set() for _ in self.placement]
         peak = [0] * self.num_stages
         for action in self.computations() if self.has_backward else ():
@@ -117,9 +117,9 @@ class Schedule:
                     whole[stage].remove(i)
         return tuple(peak)
 
-    def kept_whole(self, except_last: Container[int] = ()) -> frozenset[tuple[int, int]]:
+    def kept_whole(self) -> frozenset[tuple[int, int]]:
         """Returns stages and micro-batches that are never repeated: `kept_whole` of all ranks."""
-        return frozenset(one for own in self.actions for one in kept_whole(own, except_last))
+        return frozenset(one for own in self.actions for one in kept_whole(own))
 
     def runs_all_forwards_first(self, stage: int) -> bool:
         """Returns whether `stage` has all its forwards behind it before its first backward."""

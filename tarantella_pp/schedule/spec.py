@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -109,22 +109,18 @@ class ScheduleSpec:
         """Returns the most micro-batches that each stage holds."""
         return self.make(num_micro_batches).held
 
-    def held_whole(
-        self, num_micro_batches: int, except_last: Container[int] = ()
-    ) -> tuple[int, ...]:
+    def held_whole(self, num_micro_batches: int) -> tuple[int, ...]:
         """Returns the most micro-batches that each stage, if it recomputes, holds all of at a time.
 
         All in flight, while a schedule is yet to be searched for.
         """
         if self.custom is None and self.name == SEARCHED:
             return self.in_flight(num_micro_batches)
-        return self.make(num_micro_batches).held_whole(except_last)
+        return self.make(num_micro_batches).held_whole()
 
-    def repeated(
-        self, num_micro_batches: int, stages: Iterable[int], except_last: Container[int] = ()
-    ) -> dict[int, int]:
+    def repeated(self, num_micro_batches: int, stages: Iterable[int]) -> dict[int, int]:
         """Returns how many micro-batches of a step each stage that recomputes really repeats."""
-        kept = Counter(stage for stage, _ in self.make(num_micro_batches).kept_whole(except_last))
+        kept = Counter(stage for stage, _ in self.make(num_micro_batches).kept_whole())
         return {stage: num_micro_batches - kept[stage] for stage in stages}
 
 

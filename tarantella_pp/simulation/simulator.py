@@ -167,7 +167,6 @@ class StageCosts:
     activation_bytes: float = 0.0
     static_bytes: float = 0.0
     repeated: float = 0.0
-    except_last: bool = False
 
     def __post_init__(self) -> None:
         for option, value in vars(self).items():
@@ -226,10 +225,8 @@ class Costs:
         """
         kinds: tuple[Kind, ...] = ("F", "BW") if has_backward else ("F",)
         seconds = sum(stage.seconds(kind) for stage in self.stages for kind in kinds)
-        if not has_backward:
-            return num_micro_batches * seconds
-        saved = sum(stage.repeated for stage in self.stages[:-1] if stage.except_last)
-        return num_micro_batches * (seconds - self.stages[-1].repeated) - saved
+        saved = self.stages[-1].repeated if has_backward else 0.0
+        return num_micro_batches * (seconds - saved)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
@@ -271,10 +268,9 @@ class _TimedReplay(Replay):
         self._seconds = [
             {kind: stage.seconds(kind) for kind in ("F", "B", "W", "BW")} for stage in costs.stages
         ]
-        except_last = [i for i, stage in enumerate(costs.stages) if stage.except_last]
         # Finding them takes a walk through all actions, which most plans need not pay for.
         repeats = any(stage.repeated for stage in costs.stages)
-        self._kept_whole = schedule.kept_whole(except_last) if repeats else frozenset()
+        self._kept_whole = schedule.kept_whole() if repeats else frozenset()
         super().__init__(schedule.actions, blocking=False)
 
     def _note(self, rank: int, start: float, end: float, action: Action) -> None:

@@ -85,10 +85,8 @@ def test_a_recomputing_stage_keeps_its_inputs_and_makes_the_rest_again():
     [
         ("1f1b", "all", (1, 1, 1)),
         ("zb-h1", "all", (1, 2, 3)),
-        ("gpipe", "except_last", (2, 2, 2)),
-        ("1f1b", "except_last", (2, 2, 1)),
-        ("zb-h1", "except_last", (2, 3, 3)),
-        ("zb-h1", {0: "all", 1: "except_last", 2: "none"}, (1, 3)),
+        ("gpipe", "all", (1, 1, 1)),
+        ("zb-h1", (1, 0), (1, 2)),
     ],
 )
 def test_what_waits_is_held_together_with_what_was_recomputed(schedule, recompute, repeats):
@@ -96,31 +94,10 @@ def test_what_waits_is_held_together_with_what_was_recomputed(schedule, recomput
     assert options.repeats == dict(enumerate(repeats))
 
 
-def test_the_last_micro_batch_that_is_kept_whole_is_counted():
-    options = {"batch_size": 64, "num_micro_batches": 4, "balance": "flops"}
-    plan, kept = (
-        make_plan(tower(*[16] * 6), 2, **options, recompute=how) for how in ("all", "except_last")
-    )
-    assert (plan.recompute, plan.except_last) == ((0, 1), ())
-    assert (kept.recompute, kept.except_last) == ((0, 1), (0, 1))
-    assert kept.assignment == plan.assignment
-    # the last stage has each micro-batch whole anyhow, under 1f1b
-    again = [stage.recomputed_bytes for stage in plan.stages]
-    assert [stage.recomputed_bytes for stage in kept.stages] == [2 * again[0], again[1]]
-    assert kept.stages[0].memory_bytes == plan.stages[0].memory_bytes + again[0]
-    assert "Keeping all of the last micro-batch, which is not repeated: 0, 1." in str(kept)
-    assert Plan.from_json(kept.to_json()) == kept
-
-
 def test_time_is_balanced_by_what_is_really_repeated():
     """Under 1f1b the last stage repeats nothing, and the others not the first micro-batch."""
-    shares = [
-        options_of(balance="time", recompute=how).repeated
-        for how in ("none", "all", "except_last", (2,), {1: "except_last"})
-    ]
-    assert shares == [
-        (0, 0, 0), (0.75, 0.75, 0), (0.5, 0.5, 0), (0, 0, 0), (0, 0.5, 0)
-    ]  # fmt: skip
+    shares = [options_of(balance="time", recompute=how).repeated for how in ("none", "all", (2,))]
+    assert shares == [(0, 0, 0), (0.75, 0.75, 0), (0, 0, 0)]
 
 
 def test_loops_cannot_recompute():
@@ -207,10 +184,7 @@ def test_options_that_are_left_open(options, micro_batches, in_flight):
         ({"recompute": [0, 0]}, r"different stages.*recompute=\[0, 0\]"),
         ({"recompute": [True]}, r"recompute=\[True\]"),
         ({"recompute": 1.5}, "recompute=1.5"),
-        ({"recompute": {2: "all"}}, "from 0 to 1.*recompute={2: 'all'}"),
-        ({"recompute": {0: "some"}}, "recompute={0: 'some'}"),
-        ({"recompute": {0: True}}, "recompute={0: True}"),
-        ({"recompute": ["except_last"]}, r"recompute=\['except_last'\]"),
+        ({"recompute": {0: "none"}}, "recompute={0: 'none'}"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message):

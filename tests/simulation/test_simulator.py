@@ -184,12 +184,11 @@ def test_drawings_have_the_width_asked_for(schedule, width):
 
 
 def test_micro_batches_that_are_kept_whole_are_not_repeated():
-    def busy(repeated, spared=False):
-        costs = StageCosts(1.0, 2.0, 1.0, repeated=repeated, except_last=spared)
+    def busy(repeated):
+        costs = StageCosts(1.0, 2.0, 1.0, repeated=repeated)
         return sum(play("1f1b", 2, 3, costs=Costs((costs,) * 2)).busy_seconds)
 
     assert busy(0.0) - busy(1.0) == pytest.approx(4)
-    assert busy(0.0) - busy(1.0, spared=True) == pytest.approx(5)
 
 
 def test_nothing_is_kept_whole_for_nothing_where_a_rank_runs_backward_in_between():
@@ -198,6 +197,5 @@ def test_nothing_is_kept_whole_for_nothing_where_a_rank_runs_backward_in_between
     lowered = lower(make_schedule("1f1b", 2, 4))
     assert kept_whole(lowered.actions[1]) == {(1, i) for i in range(4)}
     assert kept_whole(lowered.actions[0]) == {(0, 0)}
-    assert kept_whole(lowered.actions[0], except_last=(0, 1)) == {(0, 0), (0, 3)}
     waiting = Schedule.from_text("rank 0: 0F0 0F1 0B0 0F2 0W0 0B2 0W2 0B1 0W1")
     assert kept_whole(waiting.actions[0]) == {(0, 0)}  # 0W0 would have two of them

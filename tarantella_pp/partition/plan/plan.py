@@ -39,8 +39,6 @@ class Plan(PlanData, frozen=True):
             stages have seconds, measurements.
         recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass,
             ascending.
-        except_last: Those of them that keep all of the last micro-batch of a step, and do not
-            repeat it, ascending.
         schedule_text: Text of the schedule where its name does not say all: a user's own, or one
             that was searched for.
         ranks: Rank of each stage that the plan was made for; empty where each has its own.
@@ -62,7 +60,7 @@ class Plan(PlanData, frozen=True):
         step_seconds: Simulated seconds of a step, sums over replicas included; `None` where that
             was not simulated.
         next_best: What would have been chosen without this plan's shape, schedule and balance.
-        advice, measured: In files of before; nothing is made of them.
+        advice, measured, except_last: In files of before; nothing is made of them.
         work: Arithmetic and memory traffic of each node, from which its seconds on any machine
             follow; empty in files from before plans had it.
     """

@@ -60,6 +60,7 @@ class PlanData(
     next_best: Alternative | None = None
     advice: Any = None
     measured: tuple[Any, ...] = ()
+    except_last: tuple[Any, ...] = ()
     work: tuple[NodeWork, ...] = ()
     version: Literal[1] = 1
 
@@ -110,7 +111,7 @@ class PlanData(
         """Stages that repeat their forward pass, and how many micro-batches they hold all of."""
         if not self.recompute:
             return {}
-        counts = self.schedule_spec().held_whole(self.num_micro_batches, self.except_last)
+        counts = self.schedule_spec().held_whole(self.num_micro_batches)
         return {stage: counts[stage] for stage in self.recompute}
 
     def check(self, graph: LayerGraph) -> None:
@@ -154,14 +155,8 @@ def _problems(plan: PlanData) -> Iterator[str]:
             "ranks must name one for each stage, or none, and leave none out. "
             f"Received: {list(plan.ranks)}"
         )
-    repeated = plan.recompute
-    if not _ascends(repeated, plan.num_stages):
-        yield f"recompute must name stages, ascending. Received: {list(repeated)}"
-    if not (_ascends(plan.except_last, plan.num_stages) and {*plan.except_last} <= {*repeated}):
-        yield (
-            "except_last must name stages of those that recompute, ascending. "
-            f"Received: {list(plan.except_last)}"
-        )
+    if not _ascends(plan.recompute, plan.num_stages):
+        yield f"recompute must name stages, ascending. Received: {list(plan.recompute)}"
     for i, cut in enumerate(plan.cuts):
         if not (cut.targets and _ascends((cut.source, *cut.targets), plan.num_stages)):
             yield (

@@ -66,8 +66,7 @@ class StagePlan(msgspec.Struct, frozen=True):
     buffer_bytes: Size  # what messages are received into
     flops: Amount  # floating point operations of the forward pass, per sample
     # What a stage that repeats its forward pass makes again, of all the micro-batches that run
-    # backward at a time, which is one but for split backward passes; and of the last micro-batch,
-    # where that is not repeated but waits with all of it
+    # backward at a time, which is one but for split backward passes
     recomputed_bytes: Size = 0
     # What there is besides for a moment, at the most: gradients on their way back through the
     # stage, messages sent that nobody has received yet, or temporaries of the optimizer that need
@@ -195,7 +194,6 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     balance: str
     memory_limit: MemoryLimit | None
     recompute: tuple[int, ...] = ()
-    except_last: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
     placement: Placement = "pipelines-together"
     fusion_threshold: Number = FUSION_THRESHOLD

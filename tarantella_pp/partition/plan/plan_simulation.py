@@ -186,7 +186,7 @@ class PlanSimulation:
         """Stages that recompute, with what they make again and hold, over what was planned."""
         # Bytes of one plan's micro-batches, scaled by how many another schedule holds at a time.
         planned = self.plan.repeats
-        now = spec.held_whole(self.micro_batches, self.plan.except_last) if planned else ()
+        now = spec.held_whole(self.micro_batches) if planned else ()
         return {stage: now[stage] / held for stage, held in planned.items()}
 
     def _stage(
@@ -218,7 +218,6 @@ class PlanSimulation:
             activation_bytes=larger * stage.activation_bytes,
             static_bytes=static,
             repeated=again,
-            except_last=index in self.plan.except_last,
         )
 
     def step(self, num_ranks: int | None = None) -> StepTimeline:

@@ -124,9 +124,6 @@ def _footer(plan: PlanData) -> list[str]:
     if plan.recompute:
         which = ", ".join(map(str, plan.recompute))
         lines.append(f"Recomputing, keeping inputs only: {which}; + is what one makes again.")
-    if plan.except_last:
-        which = ", ".join(map(str, plan.except_last))
-        lines.append(f"Keeping all of the last micro-batch, which is not repeated: {which}.")
     if plan.limits is not None:
         limit = common_limit(plan.limits)
         where, shown = ("the stages", plan.limits) if limit is None else ("a stage", (limit,))

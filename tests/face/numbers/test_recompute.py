@@ -37,8 +37,8 @@ def repeats(monkeypatch):
     [
         pytest.param("causal_attention", "gpipe", "all", [4, 4, 3], marks=pytest.mark.slow),
         pytest.param("regularized", "gpipe", [0, 1], [4, 4, 0], marks=pytest.mark.slow),
-        ("dropout", "1f1b", [0, 1], [3, 3, 0]),
-        pytest.param("batch_norm", "zb-h1", "all", [3, 3, 0], marks=pytest.mark.slow),
+        ("dropout", "1f1b", [0, 1], [4, 4, 0]),
+        pytest.param("batch_norm", "zb-h1", "all", [4, 4, 0], marks=pytest.mark.slow),
     ],
 )
 def test_recomputation_changes_no_number(name, schedule, recompute, repeated, monkeypatch):

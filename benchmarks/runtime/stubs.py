@@ -141,9 +141,6 @@ class StubStep:
     def finish(self, micro_batch: int, results: Sequence[Any]) -> None:
         self.finished.append(micro_batch)
 
-    def update_metrics(self) -> bool:
-        return False
-
     def forwards_done(self) -> None:
         """Nobody waits for this."""
 

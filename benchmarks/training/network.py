@@ -60,16 +60,12 @@ from tarantella_pp.runtime.recorder import (
     RecordedStep,
     alike,
     measured_costs,
-    work_between,
 )
-from tarantella_pp.runtime.step_schedules import MEASURED, WARM_UP
 from tarantella_pp.simulation import simulate
 
 HOSTS = ("tnt-host-0", "tnt-host-1")
 ADDRESSES = ("10.99.0.1", "10.99.0.2")
 BATCHES, TIMES = 8, 8
-BEFORE = {"zb-auto": 2 * (WARM_UP + MEASURED) + 1}
-"""Batches before those that are measured, where a schedule is searched for."""
 ROUND_TRIPS = 200
 HEADS = ("step", "planned", "off", "replayed", "off", "computed", "link", "over")
 REMOTE_SHELL = """\
@@ -136,7 +132,7 @@ def train(name: str, kind: Kind, wire: str, folder: Path) -> dict[str, Any]:
         keras.optimizers.SGD(1e-3, momentum=0.9),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
-    before = BEFORE.get(kind.label, 3)
+    before = 3
     warm_up = {"epochs": -(-before // BATCHES), "steps_per_epoch": min(before, BATCHES)}
     measured, how = BatchSeconds(), {"batch_size": rows, "verbose": 0}
     timeline = tnt.callbacks.Timeline(steps=BATCHES)
@@ -181,7 +177,7 @@ def simulated(plan: Plan, steps: list[RecordedStep]) -> tuple[float, float, floa
         ]
         return found[0], found[1], sum(one.forward + one.seconds("BW") for one in seconds)
     planned = simulation_of(plan)
-    costs = replace(planned.costs(), stages=seconds, before=work_between(steps))
+    costs = replace(planned.costs(), stages=seconds)
     free = planned.without_messages().costs()
     costs_alone = replace(costs, links=free.links, default_link=free.default_link)
     replayed, alone = (

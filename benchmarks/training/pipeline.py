@@ -28,7 +28,6 @@ import itertools
 import os
 import statistics
 import time
-from dataclasses import replace
 from unittest import mock
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -46,15 +45,12 @@ from tarantella_pp.runtime.recorder import (
     Recorder,
     gather_steps,
     measured_costs,
-    work_between,
 )
-from tarantella_pp.runtime.step_schedules import MEASURED, WARM_UP
 from tarantella_pp.schedule import TRAINING_NAMES, Schedule, lower
 from tarantella_pp.simulation import Costs, simulate
 from tests.helpers.closed_forms import bubble_fraction
 
 STAGES_PER_RANK = {"interleaved": 2, "zb-v": 2}
-SEARCH_STEPS = 2 * (WARM_UP + MEASURED)
 
 
 class Trainer:
@@ -125,10 +121,9 @@ class Trainer:
         engine.record(None)
         measured = gather_steps(recorder.steps, clock_offset(self._ranks), self._ranks)
         clock = statistics.median(step.timeline.step_seconds for step in measured)
-        schedule, before = measured[0].schedule, work_between(measured)
-        costs = replace(measured_costs(measured), before=before)
+        schedule, costs = measured[0].schedule, measured_costs(measured)
         predicted = simulate(schedule, costs)
-        free = simulate(schedule, Costs(costs.stages, before=before))
+        free = simulate(schedule, Costs(costs.stages))
         return clock, predicted.step_seconds, free.step_seconds
 
 
@@ -141,7 +136,7 @@ def compare(
     alone = Trainer(name, 1, micro_batches, None, Communicator(), *more) if last else None
     stages = ranks.size * STAGES_PER_RANK.get(schedule, 1)
     pipeline = Trainer(name, stages, micro_batches, schedule, ranks, *more)
-    pipeline.seconds(SEARCH_STEPS if schedule == "zb-auto" else 1)
+    pipeline.seconds(1)
     serial: list[float] = []
     parallel: list[float] = []
     for turn in range(args.rounds + 1):

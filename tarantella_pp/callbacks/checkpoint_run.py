@@ -25,7 +25,6 @@ from tarantella_pp.files.manifest import DataPosition, Manifest
 from tarantella_pp.files.run_facts import (
     configs_of,
     facts_of,
-    has_plan,
     refuse_others,
     versions,
 )
@@ -227,8 +226,6 @@ class CheckpointRun(keras.callbacks.Callback):
             self._adapter.start = EpochStart(self._epoch_step, before, position.in_pass)
         if self._adapter.cursor is not None:
             self._adapter.cursor.resume(position, restored.arrays("data"))
-        if has_plan(saved, self._model.plan):
-            self._model._engine.stages.begin_with(saved.shapes)
         return True
 
     def _completed_history(self) -> RestoredState | None:
@@ -278,7 +275,6 @@ class CheckpointRun(keras.callbacks.Callback):
             "history": self._history,
             "logs": {name: _number(value) for name, value in engine.logs.items()},
             "callbacks": self._merged(states),
-            "shapes": self._merged(engine.stages.first_shapes()),
             "plan": json.loads(model.plan.to_json()),
             **self._configs,
             "versions": versions(),

@@ -70,7 +70,6 @@ class Manifest(msgspec.Struct, frozen=True):
     history: dict[str, list[Any]]  # logs of each epoch that has ended
     logs: dict[str, Any]  # logs of the last step
     callbacks: dict[str, Any]  # what callbacks remember, by class and number within the class
-    shapes: dict[str, Any]  # what the stages were compiled for first, by replica and stage
     plan: Any  # the plan in force, as JSON
     config: Any  # the configuration of the model, as JSON; `None` where it has none
     optimizer: Any  # the optimizer's, likewise

@@ -62,13 +62,6 @@ def configs_of(model: Any) -> dict[str, Any]:
     return found
 
 
-def has_plan(saved: Manifest, plan: Any) -> bool:
-    """Whether a checkpoint was written with the stages, replicas and micro-batches of a plan."""
-    now = json.loads(plan.to_json())
-    names = ("assignment", "num_micro_batches", "num_replicas", "recompute")
-    return all((saved.plan.get(name) or []) == (now.get(name) or []) for name in names)
-
-
 def refuse_others(
     saved: Manifest, facts: Mapping[str, Any], config: Any, rate: float | None, where: str
 ) -> None:

@@ -90,13 +90,9 @@ class BatchStep:
             return
         if self._by_parts and not self.batch.share.is_spare:
             y, weight = self._targets_of(micro_batch)
-            self._metrics.add(y, results, weight, self.batch.signature)
+            self._metrics.update(y, results, weight, self.batch.signature)
         if not (self.training or self._at_once):
             self._take_loss(micro_batch)
-
-    def update_metrics(self) -> bool:
-        """Updates metrics with the outputs that wait for it; returns whether there were any."""
-        return self._metrics is not None and self._metrics.run_pending()
 
     def forwards_done(self) -> None:
         """Reports what this rank adds to the loss, while it goes on with the backward passes."""
@@ -159,7 +155,7 @@ class BatchStep:
             self._take_loss(None)
         if not self._by_parts:
             results = self.whole_results()
-            metrics.add(batch.y, results, batch.sample_weight, batch.signature)
+            metrics.update(batch.y, results, batch.sample_weight, batch.signature)
         parts = ([loss.total, *loss.each] for loss in self._losses)
         losses = [tf.add_n(summands) for summands in zip(*parts, strict=True)]
         # A replica's share counts, or of the first one the whole.
@@ -168,7 +164,6 @@ class BatchStep:
             losses = [tf.zeros_like(loss) for loss in losses]
         losses[0] += self.added + tf.constant(elsewhere, self._dtype)
         total, *each = self._exchange.added_up(losses)
-        metrics.run_pending()
         if self._by_parts:
             self._exchange.merge_metrics(metrics.variables)
         return metrics.logs(total, each, batch.rows)

@@ -36,8 +36,8 @@ class BatchMetrics:
 
     A metric is additive if parts of a batch add to its state what the batch adds, as with all of
     Keras' own but means of something that looks at several samples.
-    Where all are, they are updated when the gradients of a micro-batch are on their way, and its
-    outputs are let go. Otherwise all outputs are kept, and metrics updated with all at once.
+    Where all are, they are updated with each micro-batch, and its outputs are let go. Otherwise all
+    outputs are kept, and metrics updated with all at once.
     """
 
     def __init__(self, model: Any, extracted: ExtractedModel, boundary: StageBoundary) -> None:
@@ -46,7 +46,6 @@ class BatchMetrics:
         self._pack = functools.partial(pack_outputs, extracted, boundary)
         self._outputs = [output_spec(extracted, tensor) for tensor in boundary.model_outputs]
         self._compiled: dict[Hashable, CompiledFunction] = {}
-        self._waiting: tuple[CompiledFunction, list[tf.Tensor]] | None = None
         self._make_logs = tf.function(self._logs, autograph=False, reduce_retracing=True)
 
     @property
@@ -62,29 +61,18 @@ class BatchMetrics:
             self._metrics, self._pack, batch.y, self._outputs, batch.sample_weight
         )
 
-    def add(self, y: Any, results: Sequence[tf.Tensor], weight: Any, signature: Hashable) -> None:
-        """Takes samples to update the metrics with when `run_pending` is called."""
+    def update(
+        self, y: Any, results: Sequence[tf.Tensor], weight: Any, signature: Hashable
+    ) -> None:
+        """Updates the metrics with some samples."""
         if self._metrics is None:
             return
-        self.run_pending()
         arguments = (y, list(results), weight)
         if signature not in self._compiled:
             self._compiled[signature] = CompiledFunction.like(
                 self._update, arguments, any_rows=True
             )
-        self._waiting = self._compiled[signature], dense_tensors(arguments)
-
-    def run_pending(self) -> bool:
-        """Updates the metrics with what waits for it; returns whether there was anything."""
-        if self._waiting is None:
-            return False
-        (update, tensors), self._waiting = self._waiting, None
-        update(*tensors)
-        return True
-
-    def clear(self) -> None:
-        """Forgets the rest of a step that does not end."""
-        self._waiting = None
+        self._compiled[signature](*dense_tensors(arguments))
 
     def logs(self, loss: tf.Tensor, each: Sequence[tf.Tensor], rows: int) -> Mapping[str, Any]:
         """Updates the loss trackers with one batch; returns Keras' logs."""
@@ -183,9 +171,3 @@ class Compilation:
                 "Received: a loss with reduction=None"
             )
         self._losses_checked.add(training)
-
-    def clear(self, error: BaseException) -> None:
-        """Drops the rest of a step that an error has ended."""
-        self.update.clear(error)
-        if self.metrics is not None:
-            self.metrics.clear()

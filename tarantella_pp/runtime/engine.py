@@ -129,7 +129,6 @@ class Engine:
                 self.logs = self.shared_logs.share(step)
             with self._exchange(TIES, self.weights.ties.exist):
                 self.weights.ties.copies.refresh()
-        self.schedules.learn(recorder.last)
         if self._check_every is not None and self.weights.clock.steps % self._check_every == 0:
             self.weights.compare_replicas()
         return self.logs
@@ -246,7 +245,7 @@ class Engine:
         except BaseException as error:
             self.stages.clear()
             if self._compilation is not None:
-                self._compilation.clear(error)
+                self._compilation.update.clear(error)
             if self._exchanges:
                 self.communicator.breaks(error)
             raise

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from tarantella_pp.runtime.recorder import METRICS, Recorder, Span
+from tarantella_pp.runtime.recorder import Recorder, Span
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageBoundary
 from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.schedule import (
@@ -73,8 +73,6 @@ class Executor:
                     step.reduce(action.stage, action.bucket)
                 continue
             stage = self._stages[action.stage]
-            if action.kind == "F":
-                self._update_metrics(step)  # only now, for others wait for what was computed
             arrived = self._await_messages(stage.boundary, action)
             start = time.perf_counter()
             if action.kind == "F":
@@ -107,14 +105,6 @@ class Executor:
         kept = self._activations if action.direction == "F" else self._gradients
         self._messages.send(action, kept.pop(action.message))
         self.recorder.spans.append(Span(action, start, time.perf_counter()))
-
-    def _update_metrics(self, step: BatchStep) -> None:
-        """Updates metrics with the outputs that wait for it, if any do."""
-        start = time.perf_counter()
-        with self._messages.computing():
-            found = step.update_metrics()
-        if found:
-            self.recorder.spans.append(Span(METRICS, start, time.perf_counter()))
 
     def _await_messages(self, boundary: StageBoundary, action: Compute) -> list[tf.Tensor]:
         """The tensors that a computation needs of other stages, once all of them are here."""

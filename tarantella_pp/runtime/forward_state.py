@@ -26,10 +26,9 @@ class ForwardState:
 
     Seeds count what has been drawn. So a replica begins with the count that the micro-batches of
     the replicas before it lead to, and after the step all have the last replica's. Moving
-    averages take in the statistics of the whole batch; see `BatchStatistics`. Some take in one
-    micro-batch after the other, `v <- a v + (1 - a) x`. What all the micro-batches of a replica
-    make of them is of the same form, so the replicas' are put one after the other. Metrics of
-    layers get the sum of what the replicas add to them.
+    averages take in the statistics of the whole batch; see `BatchStatistics`. Where layers take in
+    one micro-batch after the other, all replicas get the mean of theirs. Metrics of layers get the
+    sum of what the replicas add to them.
     """
 
     def __init__(
@@ -37,17 +36,16 @@ class ForwardState:
     ) -> None:
         self._exchange = ReplicaExchange(peers)
         self._of_batch = statistics
-        self._averages: dict[int, tuple[Any, float]] = {}  # and their factor in a micro-batch
+        self._averages: dict[int, Any] = {}
         seeds: dict[int, Any] = {}
         shared = calls if peers.size > 1 else ()
-        operations = [call.operation for call in shared if isinstance(call.operation, keras.Layer)]
-        for layer in {id(layer): layer for layer in operations}.values():
-            times = sum(each is layer for each in operations)
+        for layer in (call.operation for call in shared):
+            if not isinstance(layer, keras.Layer):
+                continue
             for part in sublayers(layer):
                 if isinstance(part, keras.layers.BatchNormalization):
-                    for variable in part.non_trainable_variables:
-                        self._averages[id(variable)] = variable, part.momentum**times
-            seeds.update({id(state): state for state in running_states(layer)})
+                    self._averages |= {id(v): v for v in part.non_trainable_variables}
+            seeds |= {id(state): state for state in running_states(layer)}
         metrics = [metric for call in shared for metric in layer_metrics(call.operation)]
         self._metrics = {id(v): v for metric in metrics for v in metric.variables}
         # What is neither an average nor a metric counts draws of random numbers.
@@ -62,8 +60,7 @@ class ForwardState:
         if not self._seeds or training in self._drawn:
             yield False
             return
-        averages = [variable for variable, _ in self._averages.values()]
-        variables = [*self._seeds, *averages, *self._metrics.values()]
+        variables = [*self._seeds, *self._averages.values(), *self._metrics.values()]
         before = [value_of(variable) for variable in variables]
         try:
             yield True
@@ -75,9 +72,7 @@ class ForwardState:
 
     def begin(self, share: BatchShare, training: bool) -> None:
         """Sets seeds to where the replicas before this one leave them."""
-        kept = [*self._seeds, *self._metrics.values()]
-        if training:
-            kept += [variable for variable, _ in self._in_turn]
+        kept = (*self._seeds, *self._metrics.values())
         self._before = {id(variable): value_of(variable) for variable in kept}
         self._set_seeds(share.first, training)
 
@@ -92,7 +87,7 @@ class ForwardState:
                     everywhere = self._exchange.values_of_all(statistics.variables)
                     statistics.merge(everywhere, counts)
                 statistics.finish()
-            self._put_in_turn(counts)
+            self._average(counts)
 
     def _set_seeds(self, number: int, training: bool) -> None:
         """Sets seeds to where some number of micro-batches leave them."""
@@ -100,17 +95,15 @@ class ForwardState:
             start = self._before[id(seed)]
             seed.assign(start + drawn * np.asarray(number, start.dtype))
 
-    def _put_in_turn(self, counts: Sequence[int]) -> None:
-        """Gives all replicas the averages that take in one micro-batch after the other."""
-        everywhere = self._exchange.values_of_all([variable for variable, _ in self._in_turn])
-        for (variable, factor), values in zip(self._in_turn, everywhere, strict=True):
-            # k micro-batches turn v into a^k v + c. Each replica began at the same v, so its c is
-            # its value less a^k v.
-            total = start = self._before[id(variable)]
-            for theirs, count in zip(values, counts, strict=True):
-                if count:
-                    total = factor**count * total + (theirs - factor**count * start)
-            variable.assign(total.astype(values.dtype))
+    def _average(self, counts: Sequence[int]) -> None:
+        """Averages what takes in one micro-batch after the other, as far as stages are traced."""
+        of_batch = {id(v) for statistics in self._of_batch for v in statistics.averages}
+        variables = [v for key, v in self._averages.items() if key not in of_batch]
+        everywhere = self._exchange.values_of_all(variables)
+        for variable, values in zip(variables, everywhere, strict=True):
+            theirs = values[np.asarray(counts) > 0]  # a spare replica has run one nevertheless
+            # Those that do not change, of frozen layers, keep their bits.
+            variable.assign(theirs[0] + (theirs - theirs[0]).mean(axis=0).astype(values.dtype))
 
     def _add_up_metrics(self, counts: Sequence[int]) -> None:
         variables = list(self._metrics.values())
@@ -119,12 +112,3 @@ class ForwardState:
             start = self._before[id(variable)]
             added = [theirs - start for theirs, count in zip(values, counts, strict=True) if count]
             variable.assign(sum(added, start))
-
-    @property
-    def _in_turn(self) -> list[tuple[Any, float]]:
-        """The averages that take in one micro-batch after the other, as far as stages are traced.
-
-        Until then it is all of them; see `BatchStatistics`.
-        """
-        of_batch = {id(v) for statistics in self._of_batch for v in statistics.averages}
-        return [pair for key, pair in self._averages.items() if key not in of_batch]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -192,19 +192,6 @@ class RankStages(dict[int, Stage]):
         mine = {str(i): stage.fallback for i, stage in self.items() if stage.fallback}
         everywhere = self._groups.pipeline.allgather_json(mine)
         return {int(i): reason for theirs in everywhere for i, reason in theirs.items()}
-
-    def first_shapes(self) -> dict[str, Any]:
-        """What the stages were compiled for first, by replica and stage."""
-        return {
-            f"{self._groups.replica}.{index}": stage.first_shapes for index, stage in self.items()
-        }
-
-    def begin_with(self, shapes: Mapping[str, Any]) -> None:
-        """Compiles the stages as they were in a run that goes on here."""
-        for index, stage in self.items():
-            known = shapes.get(f"{self._groups.replica}.{index}")
-            if known:
-                stage.begin_with(known)
 
 
 def _weights_past(extracted: ExtractedModel, nodes: Sequence[int]) -> list[Any]:

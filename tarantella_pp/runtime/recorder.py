@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, MutableSequence, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, median
 from typing import NamedTuple
@@ -33,9 +33,9 @@ from tarantella_pp.simulation import (
 )
 
 UPDATE, LOGS, TIES = "update", "logs", "tied weights"
-METRICS, REDUCTIONS = "metrics", "sums over replicas"
+REDUCTIONS = "sums over replicas"
 # Names of the spans of a step that are no actions of its schedule.
-SPAN_NAMES = (UPDATE, LOGS, TIES, METRICS, REDUCTIONS)
+SPAN_NAMES = (UPDATE, LOGS, TIES, REDUCTIONS)
 # Of how many of the last steps it is known how long the rank computed and waited.
 MOST_SHARES = 1000
 
@@ -87,7 +87,6 @@ class Recorder:
         self._count = 0
         self._begun: deque[tuple[float, float, float, float]] = deque(maxlen=MOST_SHARES)
         self.spans: MutableSequence[Span] = deque(maxlen=0)
-        self.last: StepRecord  # the step that was recorded last, kept or not
 
     @property
     def steps(self) -> list[StepRecord]:
@@ -98,7 +97,7 @@ class Recorder:
     def step(self, schedule: Schedule, rows: int) -> Iterator[None]:
         """Records one step; a step that fails is not kept."""
         start = time.perf_counter()
-        self.last = step = StepRecord(self._count, start, start, schedule, rows)
+        step = StepRecord(self._count, start, start, schedule, rows)
         self.spans = step.spans
         try:
             yield
@@ -137,7 +136,7 @@ class Recorder:
 def is_busy(what: Action | str) -> bool:
     """Whether a rank computes meanwhile."""
     if isinstance(what, str):
-        return what in (UPDATE, METRICS)
+        return what == UPDATE
     return isinstance(what, Compute | Reduce)
 
 
@@ -242,7 +241,7 @@ def alike(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
 def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
     """Estimates the costs of stages and messages.
 
-    Computations cost their mean over all micro-batches and typical steps: whatever makes one of
+    Computations cost the mean over the micro-batches of the median step: whatever makes one of
     them take longer now and then is in there, for it makes steps longer, too.
 
     Handing over costs the sender what its sends take, and taking a message that is there costs
@@ -251,16 +250,12 @@ def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
     latency of the link.
     """
     usual: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
-    # TensorFlow traces its functions in the first steps, and other jobs may take a core.
-    for step in _typical(steps):
-        for spans in step.spans:
-            for what, start, end in spans:
-                if isinstance(what, Compute):
-                    usual[what.stage, what.kind].append(end - start)
     sending: list[float] = []
     taking: list[float] = []
     coming: defaultdict[Link, list[float]] = defaultdict(list)
     for step in steps:
+        for key, seconds in _computations(step).items():
+            usual[key].append(fmean(seconds))
         for action, send, wait in step.messages():
             sending.append(send.end - send.start)
             # Sent before it was asked for: the wait shows what taking costs, not the link.
@@ -271,9 +266,13 @@ def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
     receive = _median(taking)
     links = {pair: LinkCosts(0.0, max(0.0, _median(s) - receive)) for pair, s in coming.items()}
     others = _median([link.latency for link in links.values()])
-    stages = range(steps[0].schedule.num_stages)
+    kinds: tuple[Kind, ...] = ("F", "B", "W", "BW")
+    stages = []
+    for stage in range(steps[0].schedule.num_stages):
+        forward, inputs, weights, both = (_median(usual[stage, kind]) for kind in kinds)
+        stages.append(StageCosts(forward, inputs, weights, both or None))
     return Costs(
-        tuple(_stage_costs(stage, usual) for stage in stages),
+        tuple(stages),
         links,
         LinkCosts(0.0, others),
         send_seconds=_median(sending),
@@ -283,42 +282,17 @@ def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
 
 def simulated(steps: Sequence[RecordedStep]) -> StepTimeline:
     """Simulates the steps' own schedule with the costs that they show."""
-    costs = replace(measured_costs(steps), before=work_between(steps))
-    return simulate(steps[0].schedule, costs)
+    return simulate(steps[0].schedule, measured_costs(steps))
 
 
-def work_between(steps: Sequence[RecordedStep]) -> dict[Action, float]:
-    """Returns how long ranks worked at sums of gradients and updates before they went on."""
-    ordered = sorted(steps, key=lambda step: step.timeline.step_seconds)
-    seconds: dict[Action, float] = {}
-    # The median step: slow ones had something else in them.
-    for spans in ordered[len(ordered) // 2].spans:
-        worked = 0.0
+def _computations(step: RecordedStep) -> Mapping[tuple[int, Kind], Sequence[float]]:
+    """The seconds of each kind of computation of each stage."""
+    found: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for spans in step.spans:
         for what, start, end in spans:
-            if what in (METRICS, UPDATE):
-                worked += end - start
-            elif worked and not isinstance(what, str):
-                seconds[what] = worked
-                worked = 0.0
-    return seconds
-
-
-def _typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-    """Returns the middle half of the steps of each schedule, by their length."""
-    lengths: defaultdict[int, list[RecordedStep]] = defaultdict(list)
-    for step in sorted(steps, key=lambda step: step.timeline.step_seconds):
-        lengths[id(step.schedule)].append(step)
-    return [
-        step
-        for alike in lengths.values()
-        for step in alike[len(alike) // 4 : -(len(alike) // 4) or None]
-    ]
-
-
-def _stage_costs(stage: int, usual: dict[tuple[int, Kind], list[float]]) -> StageCosts:
-    kinds: tuple[Kind, ...] = ("F", "B", "W", "BW")
-    forward, inputs, weights, both = (fmean(usual.get((stage, k), [0.0])) for k in kinds)
-    return StageCosts(forward, inputs, weights, both or None)
+            if isinstance(what, Compute):
+                found[what.stage, what.kind].append(end - start)
+    return found
 
 
 def _median(values: Sequence[float]) -> float:

@@ -11,21 +11,13 @@ from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import OutputUse
-from tarantella_pp.partition.plan.plan_simulation import search_limits
+from tarantella_pp.partition.plan.plan_simulation import searched
 from tarantella_pp.partition.with_batch import ways_to_less_memory, with_batch
-from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
-from tarantella_pp.runtime.machine import clock_offset, memory_of_each_rank
+from tarantella_pp.runtime.machine import memory_of_each_rank
 from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason
-from tarantella_pp.runtime.recorder import (
-    RecordedStep,
-    StepRecord,
-    gather_steps,
-    measured_costs,
-)
 from tarantella_pp.runtime.stage.stage_boundary import StageEdge
-from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, make_schedule, validate
-from tarantella_pp.simulation import search_schedule
+from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, validate
 
 
 class StepSchedules:
@@ -46,12 +38,9 @@ class StepSchedules:
         self._links = [(link.source, link.target) for link in links]
         self._gradient_links = [(link.source, link.target) for link in links if link.gradients]
         self._buckets = buckets
-        self._peers = groups.peers
         self._made: dict[tuple[ScheduleSpec | None, int], Schedule] = {}
-        self._tuning: Autotune | None = None
         if self.spec.name == SEARCHED and self.spec.custom is None:
-            limits = search_limits(plan)
-            self._tuning = Autotune(self.spec, num_micro_batches, limits, groups.pipeline)
+            self.spec = searched(plan, self.spec, num_micro_batches)
 
     def inference(self, count: int) -> Schedule:
         """The schedule of forward passes only."""
@@ -64,7 +53,7 @@ class StepSchedules:
                 return self._schedule(self.gpipe, count)
             if not self.sees_batch_at_once:  # found with the targets of the first batch
                 raise _asks_too_early(self.spec.name, whole_batch_reason)
-        return self._schedule(self.spec if self._tuning is None else self._tuning.spec, count)
+        return self._schedule(self.spec, count)
 
     @property
     def gpipe(self) -> ScheduleSpec:
@@ -76,16 +65,6 @@ class StepSchedules:
         """Whether all outputs of a batch are there before the schedule asks for the loss."""
         schedule = self._schedule(self.spec, self._num_micro_batches)
         return schedule.runs_all_forwards_first(self.spec.num_stages - 1)
-
-    def learn(self, step: StepRecord) -> None:
-        """Goes on with the schedule that the steps so far lead to, once there are enough."""
-        found = None if self._tuning is None else self._tuning.learn(step)
-        if found is not None and found.custom is not None:
-            # Each replica measures and searches; all must run the same schedule to sum alike.
-            text = self._peers.broadcast_json(found.custom.to_text())
-            same = Schedule.from_text(text)
-            self.spec = ScheduleSpec.of_custom(same, found.num_stages, found.num_ranks)
-            self._tuning = None
 
     def _schedule(self, spec: ScheduleSpec | None, count: int) -> Schedule:
         """A schedule for some number of micro-batches; without a spec, forward passes only."""
@@ -212,69 +191,3 @@ class MemoryCheck:
                 f"made for batch_size={self._plan.batch_size}. {ways_to_less_memory(plan)}",
                 stacklevel=2,
             )
-
-
-# Steps of each kind that are not measured, for TensorFlow compiles in them.
-WARM_UP = 1
-# Steps of each kind that are measured.
-MEASURED = 4
-
-
-class Autotune:
-    """Searches for the fastest schedule while the pipeline trains.
-
-    Some steps run with both gradients of a micro-batch in one, some with one after the other.
-    Then rank 0 searches with the medians of what these cost, and all ranks go on with what it
-    finds. All these steps train: gradients are summed in the same order in every schedule.
-    """
-
-    def __init__(
-        self,
-        spec: ScheduleSpec,
-        num_micro_batches: int,
-        in_flight_limit: Sequence[int],
-        communicator: Communicator,
-    ) -> None:
-        self._wanted = spec
-        self._num_micro_batches = num_micro_batches
-        self._limit = tuple(in_flight_limit)
-        self._communicator = communicator
-        self._rows = 0
-        self._steps: list[StepRecord] = []
-        fused = make_schedule("1f1b", spec.num_stages, num_micro_batches, placement=spec.placement)
-        self._trials = [self._spec_of(fused), spec]
-
-    @property
-    def spec(self) -> ScheduleSpec:
-        """The spec of the next step."""
-        return self._trials[len(self._steps) // (WARM_UP + MEASURED)]
-
-    def learn(self, step: StepRecord) -> ScheduleSpec | None:
-        """Takes notice of a step that has ended; all ranks must call this alike."""
-        self._rows = self._rows or step.rows
-        if step.rows != self._rows:
-            return None  # the last batch of a data set is often smaller, and takes less time
-        self._steps.append(step)
-        if len(self._steps) < len(self._trials) * (WARM_UP + MEASURED):
-            return None
-        try:
-            return self._found()
-        except BaseException:
-            self._steps.pop()  # measured and searched for again
-            raise
-
-    def _found(self) -> ScheduleSpec:
-        ranks = self._communicator
-        kept = [s for i, s in enumerate(self._steps) if i % (WARM_UP + MEASURED) >= WARM_UP]
-        steps = gather_steps(kept, clock_offset(ranks), ranks)
-        text = self._search(steps).to_text() if ranks.rank == 0 else None
-        return self._spec_of(Schedule.from_text(ranks.broadcast_json(text, 0)))
-
-    def _spec_of(self, schedule: Schedule) -> ScheduleSpec:
-        return ScheduleSpec.of_custom(schedule, self._wanted.num_stages, self._wanted.num_ranks)
-
-    def _search(self, steps: Sequence[RecordedStep]) -> Schedule:
-        return search_schedule(
-            self._wanted.num_stages, self._num_micro_batches, placement=self._wanted.placement,
-            costs=measured_costs(steps), in_flight_limit=self._limit,
-        )  # fmt: skip

@@ -23,16 +23,14 @@ from tarantella_pp.callbacks.timeline import (
 )
 from tarantella_pp.runtime.recorder import (
     LOGS,
-    METRICS,
     TIES,
     UPDATE,
     RecordedStep,
     Span,
     measured_costs,
     simulated,
-    work_between,
 )
-from tarantella_pp.schedule import Compute, Transfer, lower, make_schedule
+from tarantella_pp.schedule import lower, make_schedule
 from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, simulate
 from tests.helpers.mpi import ROOT, find_mpiexec, mpi_run
 
@@ -55,12 +53,7 @@ def recorded(name, costs=None, steps=2):
         zero = ZERO + number * (timeline.step_seconds + 7.0)
         ends, spans = [], []
         for own in timeline.events:
-            mine = []
-            for event in own:
-                start = zero + event.start
-                if costs is not None and event.action in costs.before:
-                    mine.append(Span(METRICS, start - costs.before[event.action], start))
-                mine.append(Span(event.action, start, zero + event.end))
+            mine = [Span(event.action, zero + event.start, zero + event.end) for event in own]
             mine.append(Span(UPDATE, mine[-1].end, mine[-1].end + 1.0))
             mine.append(Span(LOGS, mine[-1].end, mine[-1].end + 0.5))
             spans.append(tuple(mine))
@@ -190,22 +183,6 @@ def test_a_slow_micro_batch_counts():
     spans = (before, slow._replace(end=slow.end + 10.0), *after)
     slower = dataclasses.replace(step, spans=(*step.spans[:2], spans))
     assert measured_costs([slower]).stages[2].forward == pytest.approx(3.0 + 10.0 / 5)
-
-
-def test_other_work_is_that_of_the_median_step():
-    costs = Costs.uniform(3, 3.0, 2.0, 1.0, LinkCosts(0.0, 0.5))
-    work = {
-        Transfer(1, 0, "R", "B", 0): 2.0,
-        Transfer(2, 1, "R", "B", 1): 6.0,
-        Compute(0, "F", 3): 1.0,
-    }
-    steps = recorded("1f1b", dataclasses.replace(costs, before=work))
-    without = recorded("1f1b", costs)
-    slower = simulated(steps).step_seconds
-    assert slower == pytest.approx(steps[0].timeline.step_seconds)
-    assert slower > simulated(without).step_seconds
-    assert work_between([*steps, without[0]]) == pytest.approx(work)
-    assert work_between([*steps, *without, without[0]]) == {}
 
 
 def test_the_option_of_the_command_reaches_every_rank(tmp_path):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.keras
 KILLS, KEEP = 20, 2
 NOTHING = {
     "epoch": 0, "initial_epoch": 0, "learning_rate": None, "facts": {}, "history": {}, "logs": {},
-    "callbacks": {}, "shapes": {}, "plan": None, "config": None, "optimizer": None,
+    "callbacks": {}, "plan": None, "config": None, "optimizer": None,
     "compiled": None, "versions": {}, "written": "",
 }  # fmt: skip
 

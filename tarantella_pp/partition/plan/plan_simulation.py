@@ -57,7 +57,18 @@ def with_step(plan: AnyPlan) -> AnyPlan:
     return msgspec.structs.replace(plan, bubble=step.bubble_fraction, step_seconds=seconds)
 
 
-def search_limits(plan: PlanData) -> tuple[int, ...]:
+def searched(plan: PlanData, spec: ScheduleSpec, num_micro_batches: int) -> ScheduleSpec:
+    """Searches for the schedule `zb-auto` of a plan, with the costs that it was planned with."""
+    machine = plan.machine or HardwareSpec(bandwidth=None, latency=0.0)
+    simulation = PlanSimulation(plan, machine, plan.schedule, num_micro_batches)
+    found = search_schedule(
+        spec.num_stages, num_micro_batches, placement=spec.placement,
+        costs=simulation.costs(spec.num_ranks), in_flight_limit=_search_limits(plan),
+    )  # fmt: skip
+    return ScheduleSpec.of_custom(found, spec.num_stages, spec.num_ranks)
+
+
+def _search_limits(plan: PlanData) -> tuple[int, ...]:
     """Returns how many micro-batches a schedule that is searched for may hold on each stage.
 
     As many as the memory limit leaves room for; without a limit up to twice as many as there are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import inspect
 import os
@@ -75,27 +76,11 @@ def contents_of(filepath: Any) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    """A file with those that it lists; all files of a folder."""
+    """A file, or an index with the files of weights beside it; all files of a folder."""
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if file.is_file())
-    if path.suffix != ".json":
-        return [path]
-    return [path, *(path.parent / name for name in sorted(files_of_index(path)))]
-
-
-class _ShardIndex(msgspec.Struct):
-    """What Keras writes about weights in several files."""
-
-    weight_map: dict[str, str | list[str]]
-
-
-def files_of_index(path: Path) -> set[str]:
-    """Returns the names of the files of weights that an index names; none if it is no index."""
-    try:
-        places = msgspec.json.decode(path.read_bytes(), type=_ShardIndex).weight_map.values()
-    except (OSError, msgspec.MsgspecError):
-        return set()
-    return {name for place in places for name in ([place] if isinstance(place, str) else place)}
+    index, shards = path.name.removesuffix(".weights.json"), "_*.weights.h5"
+    return [path, *sorted(path.parent.glob(f"{glob.escape(index)}{shards}"))]
 
 
 def compiled_facts(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,10 +95,9 @@ def compiled_facts(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def hidden_options(value: Any) -> dict[str, Any]:
     """Options of a loss or metric that its `get_config` may leave out, as `Huber` does."""
-    attributes = getattr(value, "__dict__", {})
     return {
         f"{name}.{option}": value
-        for name, options in attributes.items()
+        for name, options in getattr(value, "__dict__", {}).items()
         if isinstance(options, dict)
         for option, value in options.items()
         if isinstance(value, (bool, int, float, str))
@@ -131,7 +115,7 @@ def _told(value: Any) -> Any:
     """What a loss or a metric is, and its options."""
     if not isinstance(value, (keras.losses.Loss, keras.metrics.Metric)):
         return named(value)
-    options = {**_options_of(value), **hidden_options(value)}
+    options = _options_of(value) | hidden_options(value)
     return f"{named(value)} {options}" if options else named(value)
 
 

@@ -219,19 +219,6 @@ class Stage:
         connected, sums.reached = self.module.connected(self._used[0].specs, coming)
         return connected
 
-    @property
-    def first_shapes(self) -> list[Any]:
-        """Shape and dtype of each input of the first micro-batch; none before it."""
-        return [[spec.shape.as_list(), spec.dtype.name] for spec in self._first]
-
-    def begin_with(self, shapes: Sequence[Any]) -> None:
-        """Has the stage compiled as if a micro-batch of these shapes had been the first.
-
-        What is static to a compiled function decides about the last bits of its results.
-        """
-        if not self._first:
-            self._first = [tf.TensorSpec(shape, dtype) for shape, dtype in shapes]
-
     def clear(self) -> None:
         """Forgets the micro-batches in flight and the gradients so far."""
         self._running.clear()

@@ -53,8 +53,6 @@ OF_DEFERRED = (
     "Weight '{path}' was made under `deferred_init()` and has no value. Wrap its model in a "
     "PipelineModel: that gives each rank the values of its own stages."
 )
-# When a variable had its true value, if it has not had it yet.
-NEVER = -1
 
 
 class StepCounter:
@@ -63,19 +61,14 @@ class StepCounter:
     def __init__(self, message: str = OF_WEIGHTS) -> None:
         self.message = message
         self.steps = 0
-        self._readable: dict[int, _Remote] = {}
+        self.readable: dict[int, _Remote] = {}  # those that have their true value till the next one
 
     def advance(self) -> None:
         """Counts a step: what other ranks train is out of date here, and needs no memory."""
         self.steps += 1
-        for variable in self._readable.values():
-            variable.drop()
-        self._readable.clear()
-
-    def follows(self, variable: _Remote) -> None:
-        """Takes note of a variable that has its true value until the next step."""
-        variable._seen[self] = self.steps
-        self._readable[id(variable)] = variable
+        for variable in self.readable.values():
+            variable.drop(self.message)
+        self.readable.clear()
 
 
 def read_with(read: Callable[[Any], ValuePieces]) -> contextlib.AbstractContextManager[None]:
@@ -109,18 +102,18 @@ def make_remote(variable: Any, clock: StepCounter) -> None:
     It stays the same object, and is read again once it has been assigned a value.
     """
     _become_remote(variable)
-    if variable.passed:
-        variable._seen.pop(_UNBORN, None)
-        variable._seen[clock] = NEVER
+    variable._clocks[clock] = None
+    if variable._stale:
+        variable._stale = clock.message
     else:
-        clock.follows(variable)
+        clock.readable[id(variable)] = variable
 
 
 def make_deferred(variable: Any) -> None:
     """Lets a variable that was made without a value refuse to be read."""
     _become_remote(variable)
     variable._has_memory = False
-    variable._seen[_UNBORN] = NEVER
+    variable._stale = OF_DEFERRED
 
 
 def initialize_deferred(variable: Any) -> None:
@@ -139,7 +132,8 @@ def keep_memory(variable: Any) -> None:
 
 def _become_remote(variable: Any) -> None:
     if not isinstance(variable, _Remote):
-        variable._seen = {}
+        variable._clocks = {}
+        variable._stale = ""
         variable._has_memory = True
         kind = type(variable)
         # The object stays, for the user's layers have it; only reading and assigning change.
@@ -151,14 +145,12 @@ def _become_remote(variable: Any) -> None:
 def let_go(variable: Any) -> None:
     """Drops a stale value."""
     if isinstance(variable, _Remote) and not hasattr(variable, "_used_here"):
-        variable.drop()
-        # As if it never had a value: no clock can make it look up to date.
-        variable._seen = dict.fromkeys(variable._seen, NEVER)
+        variable.drop(variable._stale or OF_WEIGHTS)
 
 
 def is_stale(variable: Any) -> bool:
     """Whether another rank has trained a variable since this rank had its value."""
-    return isinstance(variable, _Remote) and bool(variable.passed)
+    return isinstance(variable, _Remote) and bool(variable._stale)
 
 
 def remote_value(variable: Any) -> ValuePieces | None:
@@ -169,19 +161,15 @@ def remote_value(variable: Any) -> ValuePieces | None:
 class _Remote(keras.Variable):  # type: ignore[misc]
     """A variable whose value is on another rank."""
 
-    _seen: dict[StepCounter, int]
+    _clocks: dict[StepCounter, None]  # after whose next step its value is out of date
+    _stale: str  # why its value must not be read; empty while it is the true one
     _has_memory: bool
     _used_here: bool
 
     @property
-    def passed(self) -> list[StepCounter]:
-        """The clocks that have gone on since the value was assigned: if any has, it is stale."""
-        return [clock for clock, seen in self._seen.items() if clock.steps != seen]
-
-    @property
     def value(self) -> Any:
         """The value, which Keras asks for whenever it needs it."""
-        if self.passed and not needs_only_shapes():
+        if self._stale and not needs_only_shapes():
             return to_tensor(_found(self).whole())
         return super().value
 
@@ -204,18 +192,19 @@ class _Remote(keras.Variable):  # type: ignore[misc]
     def has_true_value(self) -> None:
         """Takes note that the value is the true one by now."""
         self._has_memory = True
-        self._seen.pop(_UNBORN, None)
-        for clock in self._seen:
-            clock.follows(self)
+        self._stale = ""
+        for clock in self._clocks:
+            clock.readable[id(self)] = self
 
-    def drop(self) -> None:
-        """Gives the memory back, unless a stage of this rank uses it."""
+    def drop(self, why: str) -> None:
+        """Forgets the value, and gives its memory back unless a stage of this rank uses it."""
+        self._stale = why
         if self._has_memory and not hasattr(self, "_used_here"):
             drop_value(self)
             self._has_memory = False
 
     def __repr__(self) -> str:
-        if not self.passed:
+        if not self._stale:
             return str(super().__repr__())
         return (
             f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, on other ranks>"
@@ -231,7 +220,7 @@ def _found(variable: Any) -> ValuePieces:
 
 
 def _error(variable: Any) -> StaleWeightError:
-    message = variable.passed[0].message.format(path=variable.path)
+    message = variable._stale.format(path=variable.path)
     stack = ((f.f_locals.get("self"), f.f_code.co_name) for f, _ in traceback.walk_stack(None))
     asking = [(who, name) for who, name in stack if isinstance(who, keras.callbacks.Callback)]
     hook = next((name for _, name in asking if name.startswith("on_")), "")
@@ -244,7 +233,6 @@ def _error(variable: Any) -> StaleWeightError:
     return StaleWeightError(message)
 
 
-_UNBORN = StepCounter(OF_DEFERRED)
 _KINDS: dict[type, type] = {}  # the class of remote variables of each class of variables
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tarantella_pp.runtime import step_schedules
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.schedule import Schedule
 from tests.helpers.mpi import PYTHONS, mpi_run
@@ -81,11 +80,8 @@ def test_models_on_ranks(ranks, runs, python):
 def search_and_narrow(folder):
     """Trains with a schedule that is searched for, with one of the user's, and in bfloat16."""
     use_float64()
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(step_schedules, "MEASURED", 1)
     found = {}
     model = make(CASES["mlp"], num_stages=4, num_micro_batches=3, schedule="zb-auto")
-    found["planned"] = [stage.in_flight for stage in model.plan.stages]
     found["searched"] = finish(model, CASES["mlp"]).plain()
     found["schedule"] = model.plan.schedule_text
     found["held"] = [stage.in_flight for stage in model.plan.stages]

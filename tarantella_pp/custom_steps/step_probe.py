@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.custom_steps.step_trace import StepTrace, Update
+from tarantella_pp.custom_steps.step_trace import StepTrace
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime.probes.linearity import is_zero, nonlinear, uses_of_sums
 from tarantella_pp.runtime.probes.parts import (
@@ -30,34 +30,29 @@ from tarantella_pp.runtime.probes.parts import (
     SUM,
     Compared,
     PartsProbe,
+    Samples,
     chosen,
     chosen_together,
     much_larger,
     opposite,
-    rows_of,
     smaller,
     some_rows,
-    thirds,
 )
 from tarantella_pp.runtime.stage.graph_split import has_effect
 
-# Thirds in the parts of each trial: as they are, changed, and changed in another way.
-_PARTS = ((1, 2), (2, 1), (1, 2))
+# The trials besides the samples as they are: changed, and in parts of other sizes.
+_CHANGES = ((smaller, (2, 1)), (opposite, (1, 2)))
 # Bounds of the samples of a trial, else as many as the batch has: a step may treat some samples,
 # such as a rare class, in another way.
 _LEAST_ROWS, _MOST_ROWS = 6, 48
 # How far weights are moved where gradients are all zero.
 _DISTURBED = (1.0, 1e3)
 
-_OTHERWISE = (
-    "Tried before training with samples of the first batch, those of a third and of the rest do "
-    "not make it up: it is neither a mean nor a sum over the samples, so replicas with a share of "
-    "the batch each would train otherwise than one process."
-)
 _CLIP = (
     "Clip with the optimizer's clipnorm, global_clipnorm or clipvalue, which see the whole batch, "
     "or train in one process."
 )
+_NEITHER = "neither a mean nor a sum over the samples of the first batch"
 
 
 class StepKinds(NamedTuple):
@@ -86,55 +81,51 @@ class StepProbe:
 
     def __init__(self, trace: StepTrace) -> None:
         updates = trace.updates
-        keys = [
-            (n, i) for n, u in enumerate(updates) for i, g in enumerate(u.dense) if g is not None
-        ]
-        self._sparse = [(n, i) for n, i in keys if len(updates[n].gradients[i]) == 2]
-        self.gradients = dict.fromkeys(keys, ALL)
+        dense = {
+            (n, i): g for n, u in enumerate(updates) for i, g in enumerate(u.dense) if g is not None
+        }
+        slices = {(n, i): g[1] for n, i in dense if len(g := updates[n].gradients[i]) == 2}
+        self._sparse = list(slices)
+        self.gradients = dict.fromkeys(dense, ALL)
         self.results = [ALL] * len(trace.outputs)
         self.state = [ALL] * len(trace.written)
         self.drawn: dict[int, list[float]] = {}
-        self.fixed = set(self._sparse)
+        self.fixed = set(slices)
         self.finite: set[int] = set()
-        dense = [updates[n].dense[i] for n, i in keys]
-        indices = [updates[n].gradients[i][1] for n, i in self._sparse]
-        effects = [op for op in trace.graph.get_operations() if has_effect(op)]
-        fetches = [*dense, *indices, *trace.outputs]
-        self._made = functools.partial(
-            PartsProbe, trace.function, trace.inputs, fetches, effects, trace.written
+        self._make = functools.partial(
+            PartsProbe,
+            trace.function,
+            trace.inputs,
+            [*dense.values(), *slices.values(), *trace.outputs],
+            [op for op in trace.graph.get_operations() if has_effect(op)],
+            trace.written,
         )
-        self._probe = self._made()
+        self._probe = self._make()
 
     def run(self, tensors: Sequence[tf.Tensor]) -> None:
         """Tries the step with samples of a batch, as they are and changed."""
         given = max((int(tensor.shape[0]) for tensor in tensors), default=0)
         rows = min(given // 3 * 3 or _LEAST_ROWS, _MOST_ROWS)
-        samples = [some_rows(tensor, rows) for tensor in tensors]
-        self._compare(samples, rows, _PARTS[0])
+        samples = Samples(rows, [some_rows(tensor, rows) for tensor in tensors])
+        self._take(self._probe.compare(samples))
         # What depends on what there was before shows itself from the second time on.
-        for sizes, change in zip(_PARTS[1:], (smaller, opposite), strict=True):
+        for change, sizes in _CHANGES:
             with contextlib.suppress(tf.errors.OpError):  # content that it does not take
-                self._compare([change(tensor) for tensor in samples], rows, sizes)
+                self._take(self._probe.compare(samples.changed(change), sizes))
         for disturbed in _DISTURBED:
             if not self.unknown():
                 break
             with contextlib.suppress(tf.errors.OpError):
-                other = [much_larger(tensor) for tensor in samples]
-                probe = self._made(disturbed=disturbed)
-                parts = functools.partial(rows_of, other)
-                self._take_gradients(probe.compare(rows, thirds(rows), parts))
+                probe = self._make(disturbed=disturbed)
+                self._take_gradients(probe.compare(samples.changed(much_larger)))
 
     def unknown(self) -> set[int]:
         """The updates whose gradients have been zero in all trials."""
-        known = {
-            number for (number, _), kinds in self.gradients.items() if not kinds >= {MEAN, SUM}
-        }
-        return {number for number, _ in self.gradients} - known
+        shown = {n for (n, _), kinds in self.gradients.items() if not kinds >= {MEAN, SUM}}
+        return {n for n, _ in self.gradients} - shown
 
-    def _compare(self, samples: Sequence[tf.Tensor], rows: int, sizes: Sequence[int]) -> None:
-        """Runs the whole and its parts, and takes in what it shows."""
-        given = functools.partial(rows_of, samples)
-        found = self._probe.compare(rows, thirds(rows, sizes), given)
+    def _take(self, found: Compared) -> None:
+        """Takes in what a trial shows."""
         places = self._take_gradients(found)
         self.fixed -= {key for key in self._sparse if SAME not in found.kinds(next(places))}
         self.results = [kinds & found.kinds(next(places)) for kinds in self.results]
@@ -162,56 +153,44 @@ def found_kinds(
     """Tries a step, and chooses how to combine its values."""
     probe = StepProbe(trace)
     probe.run(tensors)
-    gradients, fixed = [], []
-    for number, update in enumerate(trace.updates):
-        kinds = chosen_together({i: k for (n, i), k in probe.gradients.items() if n == number})
-        strange = [update.variables[i].path for i, kind in kinds.items() if kind is None]
-        if strange:
-            raise UnsupportedModelError(
-                f"The gradients that {what} applies with optimizer '{update.optimizer.name}' mix "
-                f"samples: that of '{strange[0]}' and {len(strange) - 1} more. {_OTHERWISE} "
-                "Compute a loss that is a mean (or a sum) of one value for each sample. "
-                f"{_CLIP}"
-            )
-        if kinds and number not in probe.finite:
-            raise UnsupportedModelError(
-                f"The gradients that {what} applies with optimizer '{update.optimizer.name}' are "
-                "not finite for samples of the first batch, so it is not known whether they are a "
-                "mean or a sum over samples. Begin with a smaller loss scale, or train in one "
-                "process."
-            )
-        if number in probe.unknown() and not _of_weights(trace, update):
-            raise UnsupportedModelError(
-                f"The gradients that {what} applies with optimizer '{update.optimizer.name}' are "
-                "zero for samples of the first batch, also with other weights, so it is not known "
-                "whether they are a mean or a sum over samples. Leave the update out where its "
-                "loss does not count, or train in one process."
-            )
-        bent = nonlinear([t for t in update.dense if t is not None], trace.of_samples)
-        if bent is not None:
-            raise UnsupportedModelError(
-                f"The gradients that {what} applies with optimizer '{update.optimizer.name}' do "
-                f"not follow linearly from a sum or mean over samples (operation '{bent.name}', "
-                f"{bent.type}), so replicas with a share of the batch each would train otherwise "
-                f"than one process. {_CLIP}"
-            )
-        gradients.append([kinds.get(i) for i in range(len(update.variables))])
-        fixed.append([i for n, i in sorted(probe.fixed) if n == number])
-    if by_rows:
-        _check_rows(trace, probe, what)
+    numbers = range(len(trace.updates))
     return StepKinds(
-        gradients,
-        fixed,
-        [] if by_rows else _results(trace, probe, what),
+        [_gradients(trace, probe, number, what) for number in numbers],
+        [[i for n, i in sorted(probe.fixed) if n == number] for number in numbers],
+        _check_rows(trace, probe, what) if by_rows else _results(trace, probe, what),
         _state(trace, probe, what),
         list(probe.drawn.items()),
     )
 
 
-def _of_weights(trace: StepTrace, update: Update) -> bool:
-    """Whether gradients follow from weights alone, or are zero whatever the samples are."""
+def _gradients(trace: StepTrace, probe: StepProbe, number: int, what: str) -> list[str | None]:
+    update = trace.updates[number]
+    kinds = chosen_together({i: k for (n, i), k in probe.gradients.items() if n == number})
+    strange = [update.variables[i].path for i, kind in kinds.items() if kind is None]
     dense = [t for t in update.dense if t is not None]
-    return all(t.op not in trace.of_samples or is_zero(t) for t in dense)
+    # What follows from weights alone, or is zero whatever the samples are, may be of any kind.
+    of_weights = all(t.op not in trace.of_samples or is_zero(t) for t in dense)
+    wrong, advice = None, _CLIP
+    if strange:
+        wrong = f"mix samples: that of '{strange[0]}' and {len(strange) - 1} more, {_NEITHER}"
+        advice = f"Compute a loss that is a mean (or a sum) of one value for each sample. {_CLIP}"
+    elif kinds and number not in probe.finite:
+        wrong = "are not finite for samples of the first batch"
+        advice = "Begin with a smaller loss scale, or train in one process."
+    elif number in probe.unknown() and not of_weights:
+        wrong = "are zero for samples of the first batch, also with other weights"
+        advice = "Leave out an update whose loss does not count, or train in one process."
+    elif (bent := nonlinear(dense, trace.of_samples)) is not None:
+        wrong = (
+            f"do not follow linearly from a sum or mean over samples ('{bent.name}', {bent.type})"
+        )
+    if wrong:
+        raise UnsupportedModelError(
+            f"The gradients that {what} applies with optimizer '{update.optimizer.name}' {wrong}, "
+            "so replicas with a share of the batch each may train otherwise than one process. "
+            f"{advice}"
+        )
+    return [kinds.get(i) for i in range(len(update.variables))]
 
 
 def _results(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
@@ -223,15 +202,15 @@ def _results(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
             kind = chosen(kinds, (MEAN, SUM, SAME)) if bent is None else None
         if kind is None:
             raise UnsupportedModelError(
-                f"What {what} returns as '{trace.names[i]}' mixes samples. {_OTHERWISE} Return "
-                "what a keras.metrics.Metric gives as its result, updated in the step, or a mean "
-                "over the samples."
+                f"What {what} returns as '{trace.names[i]}' mixes samples: it is {_NEITHER}. "
+                "Return what a keras.metrics.Metric gives as its result, updated in the step, or "
+                "a mean over the samples."
             )
         found.append(kind)
     return found
 
 
-def _check_rows(trace: StepTrace, probe: StepProbe, what: str) -> None:
+def _check_rows(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
     """Refuses predictions that do not consist of the predictions of some samples."""
     for name, kinds, rows in zip(trace.names, probe.results, trace.outputs, strict=True):
         if ROWS not in kinds or any(uses_of_sums([rows], trace.of_samples)):
@@ -240,13 +219,13 @@ def _check_rows(trace: StepTrace, probe: StepProbe, what: str) -> None:
                 "more for each sample that follows from that sample alone, so the predictions of "
                 "replicas do not make it up. Predict in one process."
             )
+    return []
 
 
 def _state(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
     found = []
     updated = {v.value.ref() for update in trace.updates for v in update.variables}
-    for i, kinds in enumerate(probe.state):
-        variable = trace.written[i]
+    for i, (variable, kinds) in enumerate(zip(trace.written, probe.state, strict=True)):
         order: tuple[str, ...] = (SAME, SUM, MEAN)
         if i in probe.drawn or variable.ref() in updated:
             order = (SAME,)
@@ -255,8 +234,8 @@ def _state(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
         kind = None if trace.bends(variable) else chosen(kinds, order)
         if kind is None:
             raise UnsupportedModelError(
-                f"{what} writes '{trace.written[i].name}' with what mixes samples. {_OTHERWISE} "
-                "Keep it in a metric that adds up, such as keras.metrics.Mean, or leave it out."
+                f"{what} writes '{variable.name}' with what mixes samples: it is {_NEITHER}. Keep "
+                "it in a metric that adds up, such as keras.metrics.Mean, or leave it out."
             )
         found.append(kind)
     return found

@@ -18,7 +18,7 @@ from tarantella_pp.runtime.comm.process_groups import ProcessGroups, ReplicaExch
 from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.executor import Executor
 from tarantella_pp.runtime.forward_state import ForwardState
-from tarantella_pp.runtime.probes.stage_probe import Pieces, StageProbe
+from tarantella_pp.runtime.probes.stage_probe import StageProbe
 from tarantella_pp.runtime.recorder import Recorder
 from tarantella_pp.runtime.stage.model_outputs import find_activations
 from tarantella_pp.runtime.stage.stage import Stage
@@ -62,11 +62,14 @@ class RankStages(dict[int, Stage]):
             for boundary in self.boundaries
         ]
         self.exchange = ReplicaExchange(groups.peers)
+        # One stage, one process and one micro-batch: plain Keras, where anything goes.
+        self._is_plain = groups.world.size == 1 and len(self.boundaries) == 1
         self.probes = {
             i: StageProbe(
                 module,
                 functools.partial(_weights_past, extracted, module.boundary.nodes),
                 groups.num_replicas,
+                self._is_plain,
             )
             for i, module in self.modules.items()
         }
@@ -79,8 +82,6 @@ class RankStages(dict[int, Stage]):
         )
         self.have_run = False
         self._messages = messages
-        # One stage, one process and one micro-batch: plain Keras, where anything goes.
-        self._is_plain = groups.world.size == 1 and len(self.boundaries) == 1
         self._measures = False
         self._tried: set[tuple[bool, bool]] = set()
         self._arrived: dict[int, list[tf.Tensor]] = defaultdict(list)
@@ -115,10 +116,10 @@ class RankStages(dict[int, Stage]):
 
         def run() -> list[str]:
             inputs = [*step.data(index, 0), *self._arrived.pop(index, ())]
-            pieces = Pieces(step.sizes, self._is_plain, len(step.batch.share.sizes))
             outputs[:] = self.probes[index].examine(
-                pieces, inputs, step.training,
+                step.sizes[0], len(step.batch.share.sizes), inputs,
                 lambda: (step.data(index, i) for i in range(1, len(step.sizes))),
+                training=step.training,
             )  # fmt: skip
             if self._measures:
                 self[index].run_once(inputs, step.share(0), step.training)

@@ -26,11 +26,9 @@ from tarantella_pp.runtime.probes.parts import (
     ROWS,
     SUM,
     Array,
-    Compared,
     PartsProbe,
+    Samples,
     chosen,
-    rows_of,
-    thirds,
 )
 from tarantella_pp.runtime.stage.model_outputs import unpacked
 from tarantella_pp.runtime.stage.side_effects import effects_of
@@ -104,15 +102,37 @@ def value_kinds(loss: Any, shape: Shape, y: Any = None) -> frozenset[str] | None
     A loss that looks at several samples only where some of them are rare, or of a certain size or
     sign, shows itself with one of several kinds of data.
     """
-    sizes = _sizes(shape)
-    found = ALL
+    own = None if y is None else tuple(y.shape[1:])
+    sizes, config = _sizes(shape), _config_of(loss)
+    if config is None:
+        return _all_kinds(loss, sizes, own)
+    key = (config, *sizes, own, keras.config.floatx())
+    if key not in _known:
+        _known[key] = _all_kinds(loss, sizes, own)
+    return _known[key]
+
+
+# What losses of Keras have shown, which are asked again and again: by their configuration.
+_known: dict[Any, frozenset[str] | None] = {}
+
+
+def _config_of(loss: Any) -> str | None:
+    """What a loss of Keras computes; `None` of one that has something of the user's."""
+    parts = (type(loss), getattr(loss, "fn", type(loss)))
+    if not all(str(part.__module__).startswith("keras.") for part in parts):
+        return None
+    config = loss.get_config().items()
+    return repr([*parts, loss.dtype, *(x for x in config if x[0] not in ("name", "reduction"))])
+
+
+def _all_kinds(loss: Any, sizes: list[int], own: tuple[int, ...] | None) -> frozenset[str] | None:
+    found, is_known = ALL, False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a loss thinks of made-up data
-        trials = [_kinds(loss, *data) for data in _data(sizes, y)]
-    known = [kinds for kinds in trials if kinds is not None]
-    for kinds in known:
-        found &= kinds
-    return found if known else None
+        for data in _data(sizes, own):
+            for kinds in _kinds(loss, data):
+                found, is_known = found & kinds, True
+    return found if is_known else None
 
 
 def _sizes(shape: Shape) -> list[int]:
@@ -121,8 +141,8 @@ def _sizes(shape: Shape) -> list[int]:
     return sizes if math.prod(sizes) <= _MANY else [min(size, _LARGEST) for size in sizes]
 
 
-def _data(sizes: Sequence[int], y: Any) -> Iterator[tuple[Array, Array]]:
-    """Targets of each kind that some loss takes, and outputs.
+def _data(sizes: list[int], own: tuple[int, ...] | None) -> Iterator[list[tuple[Array, Array]]]:
+    """Targets of each kind that some loss takes, and outputs; for each shape of targets.
 
     These are values of any size, values beside zeros and ones, and numbers of classes.
     """
@@ -131,59 +151,61 @@ def _data(sizes: Sequence[int], y: Any) -> Iterator[tuple[Array, Array]]:
     every_other = np.arange(_ROWS).reshape(-1, *[1] * len(sizes)) % 2
     beside = np.where(every_other, values, values > 0.5)  # the first part has zeros and ones alone
     numbers = rng.normal(scale=4.0, size=(2, _ROWS, *sizes))
-    yield values, y_pred
-    yield beside, y_pred
-    yield numbers[0], numbers[1]
+    yield [(values, y_pred), (beside, y_pred), (numbers[0], numbers[1])]
     if sizes:
-        yield np.arange(y_pred[..., 0].size).reshape(y_pred.shape[:-1]) % 2, y_pred
-    if y is not None and list(y.shape[1:]) != list(sizes) and None not in y.shape[1:]:
-        own = rng.uniform(0.0, 1.0, (_ROWS, *y.shape[1:]))
-        yield own, y_pred
-        yield np.round(own), numbers[1]
+        yield [(np.arange(y_pred[..., 0].size).reshape(y_pred.shape[:-1]) % 2, y_pred)]
+    if own is not None and list(own) != sizes and None not in own:
+        targets = rng.uniform(0.0, 1.0, (_ROWS, *own))
+        yield [(targets, y_pred), (np.round(targets), numbers[1])]
 
 
-def _kinds(loss: Any, y: Array, y_pred: Array) -> frozenset[str] | None:
-    """The kinds that its values may be of with such data; `None` if it does not take them."""
+def _kinds(loss: Any, data: Sequence[tuple[Array, Array]]) -> Iterator[frozenset[str]]:
+    """The kinds that its values may be of with data of one shape, as far as it takes them."""
 
     def values(y: tf.Tensor, y_pred: tf.Tensor) -> list[tf.Tensor]:
         found, mask = sample_values(loss, y, y_pred)
         return [found] if mask is None else [found, tf.cast(mask, found.dtype)]
 
-    specs = [tf.TensorSpec([None, *data.shape[1:]], keras.config.floatx()) for data in (y, y_pred)]
+    specs = [tf.TensorSpec([None, *part.shape[1:]], keras.config.floatx()) for part in data[0]]
     try:
         # TensorFlow warns on standard error of shapes that do not fit, but not while it traces.
-        compute_output_spec(functools.partial(sample_values, loss), *map(_spec, (y, y_pred)))
+        compute_output_spec(functools.partial(sample_values, loss), *map(_spec, data[0]))
         traced = tf.function(values, input_signature=specs, autograph=False)
         function = traced.get_concrete_function()
-        if any(effects_of(function.graph.as_graph_def())):
-            return frozenset()  # it draws random numbers, or counts how often it is called
-        value, follows = function.outputs[0], following(function.graph, function.inputs[:2])
-        if any(
-            uses_of_sums([value], follows) if value.shape.rank else [nonlinear([value], follows)]
-        ):
-            return frozenset()  # samples may see each other, if only with other data
         probe = PartsProbe(function, function.inputs[:2], function.outputs)
+    except Exception:  # whatever a loss says to targets of another shape
+        return
+    value, follows = function.outputs[0], following(function.graph, function.inputs[:2])
+    used = uses_of_sums([value], follows) if value.shape.rank else [nonlinear([value], follows)]
+    # It draws random numbers or counts its calls; or samples may see each other with other data.
+    if any(effects_of(function.graph.as_graph_def())) or any(used):
+        yield frozenset()
+        return
+    yield from (kinds for pair in data if (kinds := _kinds_with(probe, *pair)) is not None)
 
-        def tried(*data: Array) -> Compared:
-            given = [tf.constant(d, s.dtype) for d, s in zip(data, specs, strict=True)]
-            return probe.compare(_ROWS, thirds(_ROWS), functools.partial(rows_of, given))
 
-        found = tried(y, y_pred)
-        whole, *mask = found.whole.values
-        if mask and not np.array_equal(mask[0], tried(y, y_pred[::-1]).whole.values[1]):
-            return frozenset()  # a mask must follow from the targets
-    except Exception:  # whatever a loss says to targets of another kind
+def _kinds_with(probe: PartsProbe, y: Array, y_pred: Array) -> frozenset[str] | None:
+    """The kinds that values may be of with such data; `None` if a loss does not take them."""
+    try:
+        found, other = (probe.compare(_samples(y, made)) for made in (y_pred, y_pred[::-1]))
+    except Exception:  # whatever it says to targets of another kind
         return None
-    parts = [part.values for part in found.parts]
-    if not all(np.isfinite(value).all() for values in ([whole], *parts) for value in values):
+    whole, *mask = found.whole.values
+    if mask and not np.array_equal(mask[0], other.whole.values[1]):
+        return frozenset()  # a mask must follow from the targets
+    parts = [part.values[0] for part in found.parts]
+    if not all(np.isfinite(value).all() for value in (whole, *parts)):
         return None
     if whole.ndim and whole.shape[0] != _ROWS:
         return frozenset()
-    fits = all(part[0].shape[1:] == whole.shape[1:] for part in parts)
-    if not fits and y.shape != y_pred.shape:
+    if y.shape != y_pred.shape and any(part.shape[1:] != whole.shape[1:] for part in parts):
         return None  # Keras spreads such targets over other samples: refused with the batch itself
     kinds = [found.kinds(place) for place in range(1 + len(mask))]
     return frozenset.intersection(*kinds) & ({ROWS} if whole.ndim else {MEAN, SUM})
+
+
+def _samples(*data: Array) -> Samples:
+    return Samples(_ROWS, [tf.constant(part, keras.config.floatx()) for part in data])
 
 
 def _spec(data: Array) -> keras.KerasTensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,18 +19,18 @@ from tarantella_pp.runtime.probes.parts import (
     SUM,
     Array,
     PartsProbe,
+    Samples,
     kinds_of,
-    rows_of,
     some_rows,
 )
-from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, Samples
+from tarantella_pp.runtime.probes.probe_trace import ProbeTrace
 from tarantella_pp.runtime.stage.graph_functions import dense_tensors
 from tarantella_pp.runtime.stage.graph_split import has_effect
 
-# Samples of each part of the batch that is tried; few, for some models have large ones.
-PARTS = (1, 2)
-# Which of the samples are not set to zero the second time: of each part another share.
-KEPT = (True, False, True)
+# Samples that are tried, one of them and the others; few, for some models have large ones.
+_ROWS = 3
+# Which of them are not set to zero the second time: of each part another share.
+_KEPT = (True, False, True)
 
 _HARMLESS = ("Assert", "CheckNumericsV2")
 
@@ -48,11 +47,11 @@ def why_not_by_parts(
     Targets are the batch's, and are tried once more with zeros among them; outputs and masks are
     made up. Nothing changes: neither the metrics nor any other state.
     """
-    rows, rng = sum(PARTS), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     owners = [metric for metric in metrics.metrics for _ in metric.variables]
     try:
-        y, weight = (tf.nest.map_structure(lambda t: some_rows(t, rows), s) for s in (y, weight))
-        results = [_made_up(spec, y, rows, rng) for spec in outputs]
+        y, weight = (tf.nest.map_structure(lambda t: some_rows(t, _ROWS), s) for s in (y, weight))
+        results = [_made_up(spec, y, rng) for spec in outputs]
         examples = (y, results, weight)
         probe = _probe(metrics, pack, examples, owners)
         if isinstance(probe, str):
@@ -61,8 +60,7 @@ def why_not_by_parts(
         masked = [_masked(result, rng) for result in results]
         # What looks at the share of zeros, or of masked values, shows itself the second time.
         for tried in (examples, (zeros[0], masked, zeros[1])):
-            tensors = dense_tensors(tried)
-            found = probe.compare(rows, PARTS, functools.partial(rows_of, tensors))
+            found = probe.compare(Samples(_ROWS, dense_tensors(tried)))
             for i, metric in enumerate(owners):
                 if not np.all(np.isfinite(found.whole.state[i])):
                     return f"metric '{metric.name}' is no number for made-up outputs"
@@ -108,7 +106,7 @@ def _probe(
     return PartsProbe(traced, inputs, [], writes, variables)
 
 
-def _made_up(spec: tf.TensorSpec, y: Any, rows: int, rng: np.random.Generator) -> tf.Tensor:
+def _made_up(spec: tf.TensorSpec, y: Any, rng: np.random.Generator) -> tf.Tensor:
     """Outputs without two like values; dimensions that vary are as in the targets."""
     known = dense_tensors((y,))[0].shape
     shape = [
@@ -116,7 +114,7 @@ def _made_up(spec: tf.TensorSpec, y: Any, rows: int, rng: np.random.Generator) -
         for i, size in enumerate(spec.shape)
     ]
     highest = 1.0 if spec.dtype.is_floating else 2.0
-    return tf.cast(rng.uniform(0.0, highest, [rows, *shape[1:]]), spec.dtype)
+    return tf.cast(rng.uniform(0.0, highest, [_ROWS, *shape[1:]]), spec.dtype)
 
 
 def _masked(result: tf.Tensor, rng: np.random.Generator) -> tf.Tensor:
@@ -130,10 +128,10 @@ def _with_zeros(tensor: Any) -> Any:
     """The tensor with some samples zero."""
     if tensor is None:
         return None
-    return tf.where(tf.reshape(KEPT, [-1] + [1] * (len(tensor.shape) - 1)), tensor, 0)
+    return tf.where(tf.reshape(_KEPT, [-1] + [1] * (len(tensor.shape) - 1)), tensor, 0)
 
 
-def same(first: Array, second: Array) -> bool:
+def _same(first: Array, second: Array) -> bool:
     """Returns whether two values of a variable differ by rounding at the most."""
     return SAME in kinds_of(0.0, first, [second], [1.0], tolerance=0.0)
 
@@ -157,22 +155,25 @@ def metric_means(
     if not metrics:
         return []
     variables = [variable.value for variable, *_ in metrics]
-    probe, rows = trace.writing(variables), sum(PARTS)
     # The first samples only: later ones may be the same once more, in another part.
-    found = probe.compare(rows, PARTS, samples.of)
-    more = probe.compare(rows, PARTS, samples.of)  # once more, from where the whole has led
-    in_turn = _one_after_the_other(trace.writing(variables), samples)
+    first = samples.of(slice(0, _ROWS))
+    probe = trace.writing(variables)
+    found = probe.compare(first)
+    more = probe.run(first.tensors)  # once more, from where the whole has led
+    turns = trace.writing(variables)
+    for part in first.in_parts():
+        in_turn = turns.run(first.of(part).tensors).state
     means = []
     for place, (variable, metric, layer) in enumerate(metrics):
         before, after = found.start[place], found.whole.state[place]
-        if num_replicas > 1 and not same(more.whole.state[place], after + (after - before)):
+        if num_replicas > 1 and not _same(more.state[place], after + (after - before)):
             raise UnsupportedModelError(
                 f"How layer '{layer}' changes its metric '{metric}' depends on what it was, so "
                 f"that the num_replicas={num_replicas} replicas cannot add up what each has "
                 "measured. Use num_replicas=1, or pass it to `compile(metrics=...)`."
             )
         kinds = found.kinds_of_state(place)
-        if SUM in kinds or same(after, in_turn[place]):
+        if SUM in kinds or _same(after, in_turn[place]):
             continue
         if MEAN not in kinds:
             raise UnsupportedModelError(
@@ -182,16 +183,3 @@ def metric_means(
             )
         means.append(variable)
     return means
-
-
-def _one_after_the_other(probe: PartsProbe, samples: Samples) -> list[Array]:
-    """What the variables are after the first samples and then those behind them."""
-    begin = PARTS[0]
-    probe.compare(begin, [begin], samples.of)
-    size = PARTS[1]
-    last = probe.compare(size, [size], lambda rows: samples.of(_moved(rows, begin)))
-    return last.whole.state
-
-
-def _moved(rows: slice, by: int) -> slice:
-    return slice(rows.start + by, rows.stop + by)

@@ -13,11 +13,10 @@ What may be of several kinds in one trial is of the kind that it may be of in al
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -46,6 +45,7 @@ _ROUNDING = 64
 # What of the tolerance for the largest of several values counts for all of them.
 FLOOR = 1e-2
 Array = np.ndarray[Any, Any]
+_T = TypeVar("_T")
 
 
 def kinds_of(
@@ -105,10 +105,41 @@ def chosen_together(found: Mapping[int, frozenset[str]]) -> dict[int, str | None
     return {i: chosen(kinds, order) for i, kinds in found.items()}
 
 
-def thirds(rows: int, sizes: Sequence[int] = (1, 2)) -> list[int]:
-    """Parts of unlike sizes: of two halves with the same samples, means would tell nothing."""
-    first = max(1, rows * sizes[0] // sum(sizes))
-    return [first, rows - first]
+class Samples:
+    """Tensors with some samples along the first dimension; those not `batched` are of no sample."""
+
+    def __init__(
+        self, rows: int, tensors: Sequence[tf.Tensor], batched: Sequence[bool] | None = None
+    ) -> None:
+        self.rows = rows
+        self.tensors = list(tensors)
+        self.batched = [True] * len(self.tensors) if batched is None else batched
+
+    def changed(self, change: Callable[[tf.Tensor], tf.Tensor]) -> Samples:
+        """Other samples."""
+        pairs = zip(self.tensors, self.batched, strict=True)
+        return Samples(self.rows, [change(x) if one else x for x, one in pairs], self.batched)
+
+    def of(self, rows: slice) -> Samples:
+        """Some of the samples alone; a tensor may have several rows for each."""
+        pairs = zip(self.tensors, self.batched, strict=True)
+        some = [_rows_of(x, rows, self.rows) if one else x for x, one in pairs]
+        return Samples(rows.stop - rows.start, some, self.batched)
+
+    def in_parts(self, sizes: Sequence[int] = (1, 2)) -> list[slice]:
+        """Parts of unlike sizes: of two halves with the same samples, means would tell nothing."""
+        first = max(1, self.rows * sizes[0] // sum(sizes))
+        return [slice(0, first), slice(first, self.rows)]
+
+
+def _rows_of(tensor: tf.Tensor, rows: slice, count: int) -> tf.Tensor:
+    times = tensor.shape[0] // count
+    return tensor[rows.start * times : rows.stop * times]
+
+
+def _only(samples: Samples, rows: slice) -> list[tf.Tensor]:
+    """What a function is given that is told nothing but the samples."""
+    return samples.tensors
 
 
 @dataclass(frozen=True)
@@ -215,30 +246,45 @@ class PartsProbe:
         self._run_with = compiled([*self._inputs, *self._draws]) if self._draws else self._run
 
     def compare(
-        self, rows: int, sizes: Sequence[int], given: Callable[[slice], Sequence[tf.Tensor]]
+        self,
+        samples: Samples,
+        sizes: Sequence[int] = (1, 2),
+        given: Callable[[Samples, slice], Sequence[tf.Tensor]] = _only,
     ) -> Compared:
         """Runs the whole and its parts; a next comparison begins where the whole ends."""
+        return self._in_widest(lambda: self._compare(samples, sizes, given))
+
+    def run(self, tensors: Sequence[tf.Tensor]) -> Outcome:
+        """Runs the function on some samples, from where it has ended last."""
+        return self._in_widest(lambda: self._trial(tensors))
+
+    def _in_widest(self, attempt: Callable[[], _T]) -> _T:
+        """Tries something in the widest numbers that can be."""
         while self._ways:
             try:
-                return self._compare(rows, sizes, given)
+                return attempt()
             except Exception:  # an operation that is not there, or content that it does not take
                 self._prepare()
-        return self._compare(rows, sizes, given)
+        return attempt()
 
     def _compare(
-        self, rows: int, sizes: Sequence[int], given: Callable[[slice], Sequence[tf.Tensor]]
+        self,
+        samples: Samples,
+        sizes: Sequence[int],
+        given: Callable[[Samples, slice], Sequence[tf.Tensor]],
     ) -> Compared:
-        start = self._state()
-        whole = self._trial(given(slice(0, rows)))
-        axes = self._axes_of_draws(given(slice(0, sizes[0])), whole, start)
+        start, rows = self._state(), samples.rows
+        whole = self._trial(given(samples, slice(0, rows)))
+        places = samples.in_parts(sizes)
+        each = [given(samples.of(own), own) for own in places]
+        axes = self._axes_of_draws(each[0], whole, start)
         parts = []
-        for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
-            own = slice(end - size, end)
+        for tensors, own in zip(each, places, strict=True):
             drawn = [_of_rows(d, a, rows, own) for d, a in zip(whole.draws, axes, strict=True)]
             self._restore(start)
-            parts.append(self._trial(given(own), drawn))
+            parts.append(self._trial(tensors, drawn))
         self._restore(whole.state)
-        shares = [size / rows for size in sizes]
+        shares = [(own.stop - own.start) / rows for own in places]
         return Compared(start, whole, parts, shares, self.tolerance)
 
     def counters(self) -> list[int]:
@@ -317,11 +363,6 @@ def array_of(tensor: tf.Tensor) -> Array:
 def some_rows(tensor: Any, rows: int) -> Any:
     """Makes as many samples as are needed, of those that there are."""
     return None if tensor is None else tf.gather(tensor, np.arange(rows) % int(tensor.shape[0]))
-
-
-def rows_of(tensors: Sequence[tf.Tensor], rows: slice) -> list[tf.Tensor]:
-    """Some samples of tensors."""
-    return [tensor[rows] for tensor in tensors]
 
 
 def smaller(tensor: tf.Tensor) -> tf.Tensor:

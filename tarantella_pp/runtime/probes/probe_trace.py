@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -30,8 +30,8 @@ from tarantella_pp.runtime.probes.parts import (
     SUM,
     Compared,
     PartsProbe,
+    Samples,
     kinds_of,
-    thirds,
 )
 from tarantella_pp.runtime.stage.graph_functions import (
     CompiledFunction,
@@ -62,30 +62,8 @@ def _moves(tensor: Any, axis: int | None) -> bool:
 
 # How far sums over samples are moved, relative to their size, and what then counts as no change.
 _MOVES, _ROUGHLY = (0.0, 1.0, -1.0, 1e2, 1e8, 1e16), 1e-4
-
-
-class Samples:
-    """The inputs of a stage for some samples, which are along the first dimension."""
-
-    def __init__(self, rows: int, inputs: Sequence[tf.Tensor], batched: Sequence[bool]) -> None:
-        self.rows = rows
-        self.inputs = list(inputs)
-        self.batched = batched
-
-    def changed(self, change: Callable[[tf.Tensor], tf.Tensor]) -> Samples:
-        """Other samples."""
-        pairs = zip(self.inputs, self.batched, strict=True)
-        return Samples(self.rows, [change(x) if one else x for x, one in pairs], self.batched)
-
-    def of(self, rows: slice) -> list[tf.Tensor]:
-        """Some of the samples alone; a tensor may have several rows for each."""
-        pairs = zip(self.inputs, self.batched, strict=True)
-        return [_rows_of(x, rows, self.rows) if one else x for x, one in pairs]
-
-
-def _rows_of(tensor: tf.Tensor, rows: slice, count: int) -> tf.Tensor:
-    times = tensor.shape[0] // count
-    return tensor[rows.start * times : rows.stop * times]
+# What TensorFlow raises where it cannot differentiate a graph.
+_NO_GRADIENT = (NotImplementedError, LookupError)
 
 
 class ProbeTrace:
@@ -107,9 +85,7 @@ class ProbeTrace:
     def __init__(
         self, module: StageModule, specs: Sequence[tf.TensorSpec], training: bool, rows: int
     ) -> None:
-        self._module = module
-        self._rows = rows
-        self._training = training
+        self._module, self._rows, self._training = module, rows, training
         self._parts: list[list[tf.Tensor]] = []
         self._made: list[tuple[Call, list[tf.Tensor]]] = []
         self.weights: list[Any] = []
@@ -150,14 +126,37 @@ class ProbeTrace:
         by the part's share of the samples, and `sums` (1 for each that is one) as they are.
         """
 
-        def given(rows: slice) -> list[tf.Tensor]:
-            size = rows.stop - rows.start
-            counted = factors * np.maximum(sums, np.full(len(self.added_by), size / samples.rows))
-            place = tf.constant([rows.start, size], tf.int32)
-            return [place, tf.constant(counted, keras.config.floatx()), *samples.of(rows)]
+        def given(some: Samples, rows: slice) -> list[tf.Tensor]:
+            shares = np.full(len(self.added_by), some.rows / samples.rows)
+            return self._placed(some, rows.start, factors * np.maximum(sums, shares))
 
-        found = self._probe(disturbed).compare(samples.rows, thirds(samples.rows, sizes), given)
-        return _stage_kinds(found, [len(part) for part in self._parts], self._sparse)
+        return self._kinds(self._probe(disturbed).compare(samples, sizes, given))
+
+    def _placed(self, samples: Samples, place: int, factors: Array) -> list[tf.Tensor]:
+        """What the traced function is given: where the samples are among all, and factors."""
+        where = tf.constant([place, samples.rows], tf.int32)
+        return [where, tf.constant(factors, keras.config.floatx()), *samples.tensors]
+
+    def _kinds(self, found: Compared) -> StageKinds:
+        outputs, _, gradients, shortened, _ = map(len, self._parts)
+        begin = outputs + 1 + gradients
+        values = [found.kinds(i) & {ROWS, SAME} for i in range(outputs)]
+        values += [found.kinds(i) & {ROWS, SUM} for i in range(outputs + 1, begin)]
+        strange: list[int] = []
+        if shortened:
+            lengths = [trial.values[begin + 1] for trial in (found.whole, *found.parts)]
+            longest = np.max(lengths, axis=0)
+            longest = np.maximum(longest, FLOOR * longest.max())  # beside which others are rounding
+            pairs = enumerate(longest)
+            strange = [i for i, size in pairs if SUM not in found.kinds_in(begin, i, float(size))]
+        # One row or more for each sample are never the same: parts have fewer of them.
+        rows = enumerate(self._sparse, begin + shortened)
+        return StageKinds(
+            not all(values),
+            [found.kinds_in(outputs, i) for i in range(len(self.added_by))],
+            strange,
+            frozenset(i for place, i in rows if SAME in found.kinds(place)),
+        )
 
     def both_ways(self, samples: Samples) -> Iterator[StageKinds]:
         """Compares, with random numbers twice: these may pair samples of one part by chance."""
@@ -191,29 +190,18 @@ class ProbeTrace:
         sums = sums_of(users, self._follows)
         if not sums:
             return sums is None
-        fetches = [*outputs, *given, *shortened]
-        place, factors = tf.constant([0, samples.rows]), np.zeros(len(self.added_by))
-        inputs = [place, tf.constant(factors, keras.config.floatx()), *samples.inputs]
-        (before,) = self._made_of_all(samples.rows, sums, [], [inputs])
-        pairs = list(zip(sums, before, strict=True))
+        inputs = self._placed(samples, 0, np.zeros(len(self.added_by)))
+        made = PartsProbe(self.function, self._feeds, sums, rows=self._rows).run(inputs)
+        fetches, feeds = [*outputs, *given, *shortened], [*self._feeds, *sums]
+        probe = PartsProbe(self.function, feeds, fetches, rows=self._rows)
+        pairs = list(zip(sums, made.values, strict=True))
         moved = [[*inputs, *(_moved(*pair, by) for pair in pairs)] for by in _MOVES]
-        honest, *others = self._made_of_all(samples.rows, fetches, sums, moved)
-        return not all(
-            SAME in kinds_of(0.0, one, [other], [1.0], _ROUGHLY)
+        honest, *others = [probe.run(tensors).values for tensors in moved]
+        return any(
+            SAME not in kinds_of(0.0, one, [other], [1.0], _ROUGHLY)
             for each in others
             for one, other in zip(honest, each, strict=True)
         )
-
-    def _made_of_all(
-        self,
-        rows: int,
-        fetches: Sequence[tf.Tensor],
-        fed: Sequence[tf.Tensor],
-        trials: Sequence[Sequence[tf.Tensor]],
-    ) -> list[list[Array]]:
-        """What the stage makes of all samples, where some tensors are given other values, too."""
-        probe = PartsProbe(self.function, [*self._feeds, *fed], fetches, rows=self._rows)
-        return [probe.compare(rows, [rows], _always(given)).whole.values for given in trials]
 
     def first_to_see_sums(self) -> Call | None:
         """The first of the stage's calls that gives samples what follows from all of them."""
@@ -244,7 +232,7 @@ class ProbeTrace:
         """The first of the stage's calls whose result for some samples changes with others."""
         fetches = [tensor for _, tensors in self._made for tensor in tensors]
         probe = PartsProbe(self.function, self._feeds[2:], fetches, rows=self._rows)
-        found = probe.compare(samples.rows, thirds(samples.rows), samples.of)
+        found = probe.compare(samples)
         places = iter(range(len(fetches)))
         kinds = [(call, [found.kinds(next(places)) for _ in own]) for call, own in self._made]
         return next((c for c, each in kinds if not all(k & {ROWS, SAME} for k in each)), None)
@@ -300,29 +288,41 @@ class ProbeTrace:
         for axis, target in zip(axes, targets[1:], strict=True):
             seeds.append(tf.zeros_like(target) if axis is None else _pattern(target, place))
         self._seeds = seeds[1:]
+        wanted = [*sources, *variables]
+        self.cut_off = self._cut_off(outputs, wanted)
+        if self.cut_off:
+            return [], []
         try:
-            found = tf.gradients(targets, [*sources, *variables], grad_ys=seeds)
-            self.cut_off = self._cut_off(outputs, [*sources, *variables])
-        except (NotImplementedError, LookupError):  # such a stage runs on a tape
+            found = tf.gradients(targets, wanted, grad_ys=seeds)
+        except _NO_GRADIENT:  # such a stage runs on a tape
             return [], []
         pairs = zip(sources, found, strict=False)
         given = [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for s, g in pairs]
         return given, found[len(sources) :]
 
-    def _cut_off(self, outputs: Sequence[tf.Tensor], sources: Sequence[Any]) -> list[Call]:
-        """Finds calls whose gradient no later stage sends, though it would reach `sources`.
-
-        Plans follow what layers say of their dtypes; they may give another one.
-        """
+    def _cut_off(self, outputs: Sequence[tf.Tensor], wanted: Sequence[Any]) -> list[Call]:
+        """Finds calls whose gradient is lost: plans follow what layers say of their dtypes."""
         boundary = self._module.boundary
         tensors = {
             port.tensor
             for port, output in zip(boundary.outputs, outputs, strict=True)
-            if port not in boundary.outputs_with_gradient
-            and (output.dtype.is_floating or output.dtype.is_complex)
-            and any(gradient is not None for gradient in tf.gradients(output, sources))
+            if (
+                output.dtype.is_bool
+                if port in boundary.outputs_with_gradient
+                else _flows(output, wanted)
+            )
         }
         return [call for call in self._module.layer.calls if not tensors.isdisjoint(call.outputs)]
+
+
+def _flows(output: tf.Tensor, wanted: Sequence[Any]) -> bool:
+    """Whether a gradient of an output would reach what is wanted."""
+    if not (output.dtype.is_floating or output.dtype.is_complex):
+        return False
+    try:
+        return any(gradient is not None for gradient in tf.gradients(output, wanted))
+    except _NO_GRADIENT:  # there is one, but for a graph with any number of rows
+        return True
 
 
 class StageKinds(NamedTuple):
@@ -332,32 +332,6 @@ class StageKinds(NamedTuple):
     added: list[frozenset[str]]  # the kinds that each added loss may be of
     strange: list[int]  # the weights whose gradients do not add up over the parts
     fixed: frozenset[int]  # the weights that are read at the same rows whatever the samples are
-
-
-def _stage_kinds(found: Compared, counts: Sequence[int], sparse: Sequence[int]) -> StageKinds:
-    outputs, _, gradients, shortened, _ = counts
-    begin = outputs + 1 + gradients
-    values = [found.kinds(i) & {ROWS, SAME} for i in range(outputs)]
-    values += [found.kinds(i) & {ROWS, SUM} for i in range(outputs + 1, begin)]
-    strange: list[int] = []
-    if shortened:
-        lengths = [trial.values[begin + 1] for trial in (found.whole, *found.parts)]
-        longest = np.max(lengths, axis=0)
-        longest = np.maximum(longest, FLOOR * longest.max())  # beside which others are rounding
-        pairs = enumerate(longest)
-        strange = [i for i, size in pairs if SUM not in found.kinds_in(begin, i, float(size))]
-    # One row or more for each sample are never the same: parts have fewer of them.
-    rows = enumerate(sparse, begin + shortened)
-    return StageKinds(
-        not all(values),
-        [found.kinds_in(outputs, i) for i in range(len(found.whole.values[outputs]))],
-        strange,
-        frozenset(i for place, i in rows if SAME in found.kinds(place)),
-    )
-
-
-def _always(given: Sequence[tf.Tensor]) -> Callable[[slice], Sequence[tf.Tensor]]:
-    return lambda _: given
 
 
 def _moved(tensor: tf.Tensor, value: Array, by: float) -> tf.Tensor:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -22,8 +21,8 @@ import tensorflow as tf
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.probes.metric_probe import metric_means
-from tarantella_pp.runtime.probes.parts import MEAN, SUM, alike, much_larger, opposite
-from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, Samples, samples_first
+from tarantella_pp.runtime.probes.parts import MEAN, SUM, Samples, alike, much_larger, opposite
+from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, samples_first
 from tarantella_pp.runtime.stage.side_effects import refuse_effects
 from tarantella_pp.runtime.stage.stage_module import StageModule
 
@@ -34,15 +33,6 @@ _WANTED, _ENOUGH = 6, 4
 _CHANGES = ((opposite, 0.0), (much_larger, 1.0), (much_larger, 1e3))
 
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """How a batch is run."""
-
-    sizes: tuple[int, ...]  # size of each micro-batch of this replica
-    is_plain: bool  # whether all of the model is one stage of one process
-    total: int  # number of micro-batches of the batch, of all replicas
 
 
 class StageProbe:
@@ -56,25 +46,29 @@ class StageProbe:
         module: StageModule,
         others: Callable[[], Sequence[Any]] = list,
         num_replicas: int = 1,
+        is_plain: bool = False,
     ) -> None:
         self._module = module
         self._others = others
         self._num_replicas = num_replicas
+        self._is_plain = is_plain
         self._axes = module.boundary.axes_of(tensor.tensor for tensor in module.boundary.inputs)
         self._kinds: dict[bool, Array] = {}
         self._factors: dict[tuple[bool, int, float], tf.Tensor] = {}
 
     def examine(
         self,
-        pieces: Pieces,
+        rows: int,
+        num_micro_batches: int,
         inputs: Sequence[tf.Tensor],
-        training: bool,
         following: Callable[[], Iterable[Sequence[tf.Tensor]]],
+        *,
+        training: bool,
     ) -> list[tf.Tensor]:
-        """Tries the stage out; changes nothing."""
-        rows, first = pieces.sizes[0], samples_first(inputs, self._axes)
+        """Tries the stage out with a micro-batch, and others if it is small; changes nothing."""
+        first = samples_first(inputs, self._axes)
         trace = self._trace(training, rows, first)
-        refuse_effects(trace.function, self._module.layer, pieces.total, pieces.is_plain)
+        refuse_effects(trace.function, self._module.layer, num_micro_batches, self._is_plain)
         for call in trace.drawn_by:
             raise UnsupportedModelError(
                 f"'{call.name}' ({type(call.operation).__name__}) draws random numbers of Python "
@@ -83,7 +77,7 @@ class StageProbe:
             )
         if training:
             self._refuse_lost(trace)
-        if pieces.total > 1:
+        if num_micro_batches > 1:
             samples = self._enough(rows, first, following())
             try:
                 self._refuse_coupled(trace, training, samples)
@@ -110,8 +104,9 @@ class StageProbe:
         for call in trace.cut_off:
             raise UnsupportedModelError(
                 f"The gradient of '{call.name}' would not reach the layers before it: its output, "
-                "or one before it, is declared to have integers, but has floating point numbers. "
-                "Declare the dtype that it has, in compute_output_spec()."
+                "or one before it, is declared to have integers or booleans, but has floating "
+                "point numbers, or the other way round. Declare the dtype that it has, in "
+                "compute_output_spec()."
             )
         read = {id(variable) for variable in trace.function.graph.variables}
         for weight in self._others():

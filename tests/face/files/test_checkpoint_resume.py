@@ -19,7 +19,7 @@ import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError
 from tests.face.files.test_checkpoints import At, stop
 from tests.helpers.draws import more_asked_for
-from tests.helpers.training import floats
+from tests.helpers.training import floats, restarting
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -27,16 +27,21 @@ X, Y = floats(6, seed=1), floats(3, seed=2)
 BATCHES = [(X[i : i + 5], Y[i : i + 5]) for i in range(0, 20, 5)]
 
 
-def model(rate=0.05, ema=False):
-    keras.utils.set_random_seed(1)
+def compiled(optimizer, loss="mse", **more):
     inputs = keras.Input((6,))
     x = layers.Dropout(0.2)(layers.Dense(8, "tanh")(inputs))
     wrapped = tnt.PipelineModel(
-        keras.Model(inputs, layers.Dense(3)(x)), num_stages=1, num_micro_batches=1
+        keras.Model(inputs, layers.Dense(3, **more)(x)), num_stages=1, num_micro_batches=1
     )
-    sgd = keras.optimizers.SGD(rate, momentum=0.9, use_ema=ema, ema_momentum=0.8)
-    wrapped.compile(sgd, "mse", metrics=["mae"])
+    wrapped.compile(optimizer, loss, metrics=["mae"])
     return wrapped
+
+
+@functools.cache
+def model(ema=False):
+    """What gives a model of a script that starts."""
+    sgd = keras.optimizers.SGD(0.05, momentum=0.9, use_ema=ema, ema_momentum=0.8)
+    return restarting(compiled(sgd))
 
 
 def run(
@@ -48,7 +53,7 @@ def run(
     **options,
 ):
     """History and weights of a run; without a directory, of one that is not stopped."""
-    trained = model(ema=ema)
+    trained = model(ema=ema)()
     own = [] if directory is None else [tnt.callbacks.Checkpoint(directory, every)]
     options = {"epochs": 4, "verbose": 0, **options}
     told = trained.fit(**data(), callbacks=[*own, *callbacks], **options)
@@ -111,7 +116,6 @@ DATA = {
 
 
 ALIKE = ("in order", "within batches")  # take the way of shuffled arrays; tried on demand
-QUICK = ("arrays", "PyDataset", "tf.data of unknown length", "generator")
 # After which steps runs are stopped; those of other data in the middle of an epoch.
 STOPS = {
     "arrays": (5, 6),
@@ -121,14 +125,7 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in DATA
-        if more_asked_for() or kind not in ALIKE
-    ],
-)
+@pytest.mark.parametrize("kind", [k for k in DATA if more_asked_for() or k not in ALIKE])
 def test_data_go_on_where_they_were(tmp_path, caplog, kind):
     for step in STOPS.get(kind, (6,)):
         run(tmp_path, At(step, stop), data=DATA[kind])
@@ -138,13 +135,12 @@ def test_data_go_on_where_they_were(tmp_path, caplog, kind):
 
 
 def test_a_loss_that_is_scaled_goes_on_with_its_scale(tmp_path):
+    adam = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+    scaled = keras.optimizers.LossScaleOptimizer(adam, dynamic_growth_steps=3)
+    restart = restarting(compiled(scaled, dtype="mixed_float16"))
+
     def train(*callbacks):
-        keras.utils.set_random_seed(1)
-        plain = keras.Sequential([keras.Input((6,)), layers.Dense(3, dtype="mixed_float16")])
-        trained = tnt.PipelineModel(plain, num_stages=1, num_micro_batches=1)
-        adam = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
-        scaled = keras.optimizers.LossScaleOptimizer(adam, dynamic_growth_steps=3)
-        trained.compile(scaled, "mse")
+        trained = restart()
         told = trained.fit(X, Y, batch_size=5, epochs=2, verbose=0, callbacks=callbacks)
         return told.history, [np.asarray(v).tolist() for v in trained.optimizer.variables]
 
@@ -156,15 +152,17 @@ def test_a_loss_that_is_scaled_goes_on_with_its_scale(tmp_path):
 def test_each_sample_is_seen_once_in_an_epoch_without_a_seed(tmp_path):
     x = 100.0 + np.arange(22.0)[:, None] * np.ones((1, 6))
 
+    seen = []
+
+    def loss(y_true, y_pred):
+        tf.py_function(lambda rows: seen.extend(rows.numpy().tolist()), [y_true[:, 0]], [])
+        return tf.reduce_mean((y_true - y_pred) ** 2, axis=-1)
+
+    restart = restarting(compiled(keras.optimizers.SGD(0.01), loss))
+
     def train(*callbacks):
-        seen = []
-
-        def loss(y_true, y_pred):
-            tf.py_function(lambda rows: seen.extend(rows.numpy().tolist()), [y_true[:, 0]], [])
-            return tf.reduce_mean((y_true - y_pred) ** 2, axis=-1)
-
-        trained = model()
-        trained.compile("sgd", loss)
+        trained = restart()
+        seen.clear()
         tf.random.set_seed(random.randrange(10**6))
         own = tnt.callbacks.Checkpoint(tmp_path)
         trained.fit(x, x[:, :3], batch_size=5, epochs=1, verbose=0, callbacks=[own, *callbacks])
@@ -186,7 +184,6 @@ def callbacks():
     ]
 
 
-@pytest.mark.slow
 def test_callbacks_remember(tmp_path):
     """Learning rates go on from that of the step, and an early stop is one."""
 
@@ -222,7 +219,6 @@ def writing(folder):
     ]
 
 
-@pytest.mark.slow
 def test_callbacks_of_keras_that_write_go_on(tmp_path):
     once, again = tmp_path / "once", tmp_path / "again"
     fit = {"validation_split": 0.1, "every": 1, "ema": True}
@@ -285,7 +281,6 @@ def test_a_state_that_json_cannot_keep_is_refused(tmp_path):
         run(tmp_path, counting)
 
 
-@pytest.mark.slow
 def test_reached_epochs_train_nothing_and_more_go_on(tmp_path, caplog):
     first = run(tmp_path, epochs=2)
     assert run(tmp_path, epochs=2) == first
@@ -294,17 +289,16 @@ def test_reached_epochs_train_nothing_and_more_go_on(tmp_path, caplog):
     assert run(tmp_path, epochs=4, initial_epoch=2) == uninterrupted()
 
 
-@pytest.mark.slow
 def test_fits_in_one_script_go_on_and_others_begin_as_ever(tmp_path):
-    trained, serial = model(), model()
-    fit = {"batch_size": 5, "verbose": 0}
-    own = tnt.callbacks.Checkpoint(tmp_path, every=3)
-    for first, last in ((0, 2), (2, 3)):
-        told = trained.fit(X, Y, initial_epoch=first, epochs=last, callbacks=[own], **fit)
-        expected = serial.fit(X, Y, initial_epoch=first, epochs=last, **fit)
-        assert told.history["loss"][first:] == expected.history["loss"]
-    without = [m.fit(X, Y, epochs=2, **fit).history for m in (trained, serial)]
-    assert without[0] == without[1]
+    def fits(*callbacks):
+        trained, found, fit = model()(), [], {"batch_size": 5, "verbose": 0}
+        for first, last in ((0, 2), (2, 3)):
+            span = {"initial_epoch": first, "epochs": last}
+            told = trained.fit(X, Y, callbacks=callbacks, **span, **fit)
+            found += told.history["loss"][-(last - first) :]
+        return found, trained.fit(X, Y, epochs=2, **fit).history
+
+    assert fits(tnt.callbacks.Checkpoint(tmp_path, every=3)) == fits()
 
 
 def terminate(callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from keras import layers
 
 import tarantella_pp
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tests.helpers.training import distance, floats, integers
+from tests.helpers.training import distance, floats, integers, restarting
 
 pytestmark = pytest.mark.keras
 
@@ -40,14 +41,23 @@ def model_of_all_kinds():
     return keras.Model(ids, layers.Add()([x, layers.Dense(24)(x)]))
 
 
-def pipeline_of_all_kinds(**options):
-    model = PipelineModel(model_of_all_kinds(), num_stages=3, num_micro_batches=3, **options)
-    return compiled(model)
+def pipeline_of_all_kinds(schedule=None):
+    model = model_of_all_kinds()
+    return compiled(PipelineModel(model, 3, num_micro_batches=3, schedule=schedule))
 
 
 def compiled(model, **options):
     model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"], **options)
     return model
+
+
+@functools.cache
+def warmed_up():
+    """What gives a pipeline that is before its first step, and has compiled all that it needs."""
+    model = pipeline_of_all_kinds("zb-h1")
+    restart = restarting(model)
+    train(model)
+    return restart
 
 
 class Reference:
@@ -120,11 +130,8 @@ def attempt(model, number):
 
 # What generators do when they are dropped fails unseen.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
-def test_an_error_at_any_call_of_a_step_leaves_whole_steps(schedule):
-    reference = Reference()
-    model = pipeline_of_all_kinds(schedule=schedule)
-    train(model)
+def test_an_error_at_any_call_of_a_step_leaves_whole_steps():
+    reference, model = Reference(), warmed_up()()
     for number in np.linspace(1, count_calls(model), 25, dtype=int):
         step = int(model.optimizer.iterations)
         if attempt(model, number):
@@ -137,19 +144,17 @@ def test_an_error_at_any_call_of_a_step_leaves_whole_steps(schedule):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_error_at_any_call_of_the_first_step_leaves_whole_steps():
     reference = Reference()
-    for number in np.linspace(1, count_calls(pipeline_of_all_kinds()), 4, dtype=int):
+    calls = count_calls(pipeline_of_all_kinds())
+    for number in (calls // 3, 2 * calls // 3):
         model = pipeline_of_all_kinds()
         if not attempt(model, number):
             check(model, reference)
             check(model, reference)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_step_ends_before_ctrl_c_does():
-    reference = Reference()
-    model = pipeline_of_all_kinds()
-    train(model)
+    reference, model = Reference(), warmed_up()()
     done = 0
     for number in np.linspace(1, count_calls(model), 12, dtype=int):
         step = int(model.optimizer.iterations)
@@ -164,8 +169,7 @@ def test_a_step_ends_before_ctrl_c_does():
 
 
 def test_an_error_in_the_update_is_told(monkeypatch):
-    model = pipeline_of_all_kinds()
-    train(model)
+    model = warmed_up()()
     update = model._engine._compilation.update
     monkeypatch.setattr(update, "_update", lambda *sums: fail())
     with pytest.raises(BadAppleError) as error:
@@ -187,28 +191,23 @@ class FailsOnce(keras.callbacks.Callback):
             fail()
 
 
-@pytest.mark.slow
-def test_a_callback_that_fails_takes_nothing_along():
-    """The first one before anything has run, the others in a model that has trained."""
-    model = pipeline_of_all_kinds()
-    quiet = {"batch_size": 7, "shuffle": False, "verbose": 0}
-    held_out = IDS[7:], TARGETS[7:]
-    for hook in ("on_train_batch_begin", "on_train_batch_end", "on_test_batch_end", "on_epoch_end"):
-        callback = FailsOnce(hook)
-        with pytest.raises(BadAppleError):
-            model.fit(IDS, TARGETS, callbacks=callback, validation_data=held_out, **quiet)
-        plain = compiled(model_of_all_kinds(), run_eagerly=True)
-        plain.set_weights(model.get_weights())
-        told = [
-            m.fit(IDS, TARGETS, validation_data=held_out, epochs=2, **quiet).history
-            for m in (plain, model)
-        ]
-        assert distance(*told) < ROUNDING, hook
-        assert distance(plain.get_weights(), model.get_weights(), "weights") < ROUNDING, hook
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_begin", "on_train_batch_end", "on_test_batch_end", "on_epoch_end"]
+)
+def test_a_callback_that_fails_takes_nothing_along(hook):
+    model, plain = warmed_up()(), compiled(model_of_all_kinds(), run_eagerly=True)
+    fit = {"batch_size": 7, "shuffle": False, "verbose": 0}
+    fit["validation_data"] = IDS[7:14], TARGETS[7:14]
+    with pytest.raises(BadAppleError):
+        model.fit(IDS[:14], TARGETS[:14], callbacks=FailsOnce(hook), **fit)
+    plain.set_weights(model.get_weights())
+    told = [m.fit(IDS[:14], TARGETS[:14], **fit).history for m in (plain, model)]
+    assert distance(*told) < ROUNDING
+    assert distance(plain.get_weights(), model.get_weights(), "weights") < ROUNDING
 
 
 def test_data_that_fail_take_nothing_along():
-    reference, model = Reference(), pipeline_of_all_kinds()
+    reference, model = Reference(), warmed_up()()
 
     def batches():
         yield from BATCHES[:2]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.keras
 
 def test_not_a_number_stops_training():
     case = Case(mlp, X, Y, regression(optimizer=lambda: keras.optimizers.SGD(1e200)))
-    model = make(case, num_stages=2, num_micro_batches=2)
+    model = make(case, num_stages=1, num_micro_batches=1)
     told = model.fit(
         X, Y, batch_size=8, epochs=5, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()]
     )
@@ -32,7 +32,7 @@ def test_a_callback_that_stops_training_and_the_progress_bar(capsys):
             if epoch == 1:
                 self.model.stop_training = True
 
-    model = make(CASES["mlp"], num_stages=2, num_micro_batches=2)
+    model = make(CASES["mlp"], num_stages=1, num_micro_batches=1)
     history = model.fit(X, Y, batch_size=8, epochs=5, verbose=2, callbacks=Stop()).history
     assert len(history["loss"]) == 2
     printed = capsys.readouterr().out

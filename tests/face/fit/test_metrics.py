@@ -61,11 +61,9 @@ class Extremes(keras.metrics.Metric):
         return {"worst": ops.max(self.most), "each": self.most + 0.0}
 
 
-KINDS = {
-    "vectors": [lambda: keras.metrics.F1Score(average=None, name="m"), Extremes],
-    "additive": [lambda: "accuracy", lambda: keras.metrics.AUC(name="auc")],
-    "of the whole batch": [lambda: largest_error, lambda: share_of_first, lambda: "accuracy"],
-}
+ADDITIVE = [lambda: "accuracy", lambda: keras.metrics.AUC(name="auc")]
+VECTORS = [lambda: keras.metrics.F1Score(average=None, name="m"), Extremes]
+OF_THE_WHOLE_BATCH = [lambda: largest_error, lambda: share_of_first]
 
 
 def case(kinds, build=classifier):
@@ -85,7 +83,7 @@ def case(kinds, build=classifier):
 def used(model):
     """What a model logs and returns, and what its metrics hold in the end."""
     quiet = {"batch_size": BATCH, "verbose": 0, **WEIGHTED}
-    validation = (X[:9], ONE_HOT[:9])
+    validation = (X[:8], ONE_HOT[:8])
     told = model.fit(X, ONE_HOT, epochs=2, shuffle=False, validation_data=validation, **quiet)
     listed = model.evaluate(X, ONE_HOT, **quiet)
     named = model.evaluate(X, ONE_HOT, return_dict=True, **quiet)
@@ -108,14 +106,12 @@ def _plain(value):
 
 
 def test_logs_are_those_of_keras():
-    """Those of the other kinds are tried on two ranks."""
-    pipeline = used(make(CASES["additive"], num_stages=2, num_micro_batches=3))
-    assert in_keras("additive")["kinds"] == pipeline["kinds"]
-    assert distance(in_keras("additive")["numbers"], pipeline["numbers"]) < ROUNDING
+    pipeline = used(make(CASES["compiled"], num_stages=2, num_micro_batches=3))
+    assert in_keras("compiled")["kinds"] == pipeline["kinds"]
+    assert distance(in_keras("compiled")["numbers"], pipeline["numbers"]) < ROUNDING
 
 
-@pytest.mark.parametrize("name", ["additive", "of the whole batch"])
-def test_outputs_are_let_go_unless_a_metric_needs_them_at_once(name, monkeypatch):
+def test_outputs_are_let_go_unless_a_metric_needs_them_at_once(monkeypatch):
     kept = []
     logs = BatchStep.logs
 
@@ -124,9 +120,10 @@ def test_outputs_are_let_go_unless_a_metric_needs_them_at_once(name, monkeypatch
         return logs(self, elsewhere)
 
     monkeypatch.setattr(BatchStep, "logs", looked)
-    model = make(CASES[name], num_stages=2, num_micro_batches=4)
-    model.train_on_batch(X[:8], ONE_HOT[:8])
-    assert kept == [[0, 0, 0, 0] if name == "additive" else [1, 1, 1, 1]]
+    for kinds in (ADDITIVE, OF_THE_WHOLE_BATCH):
+        model = make(case(kinds), num_stages=1, num_micro_batches=2)
+        model.train_on_batch(X[:8], ONE_HOT[:8])
+    assert kept == [[0, 0], [1, 1]]
 
 
 class Watched(layers.Layer):
@@ -168,7 +165,7 @@ def watched():
 
 
 CASES = {
-    **{name: case(kinds) for name, kinds in KINDS.items()},
+    "compiled": case([*VECTORS, *ADDITIVE, *OF_THE_WHOLE_BATCH]),
     "in layers": case([], watched),
 }
 
@@ -195,9 +192,12 @@ def test_a_metric_in_a_layer_that_micro_batches_would_change_is_refused_by_name(
     one = case([], build)
     model = make(one, num_stages=2, num_micro_batches=3)
     with pytest.raises(UnsupportedModelError, match=r"'eye'.*'seen'.*num_micro_batches=1"):
-        used(model)
-    whole = make(one, num_stages=2, num_micro_batches=1)
-    assert distance(used(make(one))["numbers"], used(whole)["numbers"]) < ROUNDING
+        model.train_on_batch(X, ONE_HOT)
+    logs = [
+        _plain(each.train_on_batch(X, ONE_HOT, return_dict=True))
+        for each in (make(one), make(one, num_stages=2, num_micro_batches=1))
+    ]
+    assert distance(*logs) < ROUNDING
 
 
 class Cut(keras.callbacks.Callback):
@@ -234,14 +234,6 @@ class Resets(keras.callbacks.Callback):
         self.model.reset_metrics()
 
 
-def read_within_epochs():
-    model, reads = make(CASES["additive"], num_stages=2, num_micro_batches=3), Reads()
-    for _ in range(2):
-        model.fit(X, ONE_HOT, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[reads])
-        model.compile(**CASES["additive"].compiled())
-    return reads.found
-
-
 class Sees(keras.callbacks.Callback):
     """Reads the metrics of layers while the model is evaluated and predicts."""
 
@@ -270,17 +262,18 @@ def see(**options):
     return sees.found
 
 
-def use_on_this_rank():
-    use_float64()
-    found = {}
+def use_stages():
+    """Metrics of both kinds in a pipeline, in trainings that end early or begin anew, too."""
+    found, reads, options = {}, Reads(), {"batch_size": BATCH, "verbose": 0}
     for name, one in CASES.items():
         model = make(one, num_stages=2, num_micro_batches=3)
         found[name] = used(model)
-        model.fit(X, ONE_HOT, batch_size=BATCH, verbose=0, callbacks=[Cut()])
+        model.fit(X, ONE_HOT, callbacks=[Cut()], **options)
         found[f"cut {name}"] = [_plain(metric.result()) for metric in model.metrics]
-        told = model.fit(X, ONE_HOT, verbose=0, callbacks=[Resets()]).history
+        told = model.fit(X, ONE_HOT, callbacks=[Resets()], **options).history
         found[f"reset {name}"] = _plain(told)
-    return found, read_within_epochs(), see(num_stages=2, num_micro_batches=3)
+    model.fit(X, ONE_HOT, callbacks=[reads], **options)
+    return found, reads.found, see(num_stages=2, num_micro_batches=3)
 
 
 class Largest(keras.metrics.Metric):
@@ -297,18 +290,16 @@ class Largest(keras.metrics.Metric):
         return self.number
 
 
-def watch_on_this_rank():
+def use_replicas():
     """Metrics in layers on replicas, and a maximum over samples, which does not add up."""
-    use_float64()
     model = make(CASES["in layers"], num_stages=1, num_micro_batches=2)
     found = [used(model)["numbers"]]
     model.reset_metrics()
     found.append(_plain(model.test_on_batch(X[:1], ONE_HOT[:1], return_dict=True)))
     for stages in (1, 2):
         eye = Watched(Largest, lambda x: x, name="eye")
-        model = PipelineModel(
-            keras.Sequential([keras.Input((6,)), eye, mlp()]), stages, num_micro_batches=2
-        )
+        stack = [keras.Input((6,)), eye, layers.Dense(4), layers.Dense(3)]
+        model = PipelineModel(keras.Sequential(stack), stages, num_micro_batches=2)
         model.compile("sgd", "mse")
         try:
             found.append(model.train_on_batch(X, ONE_HOT, return_dict=True)["largest"])
@@ -317,27 +308,29 @@ def watch_on_this_rank():
     return found
 
 
+def use_both():
+    use_float64()
+    return use_stages(), use_replicas()
+
+
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_replicas_add_up_what_layers_have_measured():
+def test_every_rank_has_the_logs_and_the_metrics_of_one_process():
+    (first, summed), (second, also_summed) = mpi_run(2, use_both, timeout=240).check().results
+    check_stages(first, second)
     plain = make(CASES["in layers"])
     expected = used(plain)["numbers"]
     plain.reset_metrics()
     one = _plain(plain.test_on_batch(X[:1], ONE_HOT[:1], return_dict=True))
-    for found, of_one, refused, largest in (
-        mpi_run(2, watch_on_this_rank, timeout=240).check().results
-    ):
+    for found, of_one, refused, largest in (summed, also_summed):
         assert distance(expected, found) < ROUNDING
         assert distance(one, of_one) < ROUNDING
         assert re.search("'eye'.*'largest'.*num_replicas=2", refused)
         assert largest == pytest.approx(X.max())
 
 
-@pytest.mark.slow
-@pytest.mark.mpi
-def test_every_rank_has_the_logs_and_the_metrics_of_one_process():
-    results = mpi_run(2, use_on_this_rank, timeout=240).check().results
-    (first, (refused, end), seen), (second, read, also_seen) = results
+def check_stages(on_first, on_last):
+    (first, (refused, end), seen), (second, read, also_seen) = on_first, on_last
     assert first == second
     for here, there, known in zip(seen, also_seen, see(), strict=True):
         values = [value for value in (here, there) if value is not None]

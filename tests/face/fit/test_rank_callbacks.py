@@ -1,11 +1,13 @@
-"""Callbacks on several ranks: what one rank alone decides, and files that are written once."""
+"""What one rank alone decides, or fails in, in a callback or in a step: all ranks know of it."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 
 import keras
 import pytest
+import tensorflow as tf
 
 import tarantella_pp as tnt
 from tests.helpers.mpi import mpi_run
@@ -16,6 +18,8 @@ pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
 ROUNDING = 1e-10
 QUIET = {"batch_size": 4, "shuffle": False, "verbose": 0}  # six steps an epoch
+SLEEP = 6.0
+RATE = 0.05  # of `sgd()`
 
 
 def compiled(model, **options):
@@ -23,14 +27,22 @@ def compiled(model, **options):
     return model
 
 
-def plain(**options):
+def plain():
     keras.utils.set_random_seed(1)
-    return compiled(mlp(), run_eagerly=True, **options)
+    return compiled(mlp(), run_eagerly=True)
 
 
-def pipeline(**options):
+def pipeline():
     keras.utils.set_random_seed(1)
-    return compiled(tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=2), **options)
+    return compiled(tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=2))
+
+
+def begin_again(model, start):
+    """Has a model forget its training, which takes less time than to compile it again."""
+    model.set_weights(start)
+    for variable in model.optimizer.variables:
+        variable.assign(keras.ops.zeros_like(variable))
+    model.optimizer.learning_rate = RATE
 
 
 class Stop(keras.callbacks.Callback):
@@ -71,59 +83,53 @@ class Fails(keras.callbacks.Callback):
 STOPS = {
     "the first rank, a step later": ((0,), {"train": 2}, {}, 4),
     "all ranks, at once": ((0, 1), {"train": 2}, {}, 3),
-    "the last rank, a step later": ((1,), {"train": 2}, {}, 4),
     "the last rank, in the last step": ((1,), {"train": 5}, {}, 6),
     "the last rank, before validation": ((1,), {"train": 5}, {"validation_data": (X, Y)}, 6),
     "the last rank, in validation": ((1,), {"test": 1}, {"validation_data": (X, Y)}, 12),
     "the last rank, at the end of an epoch": ((1,), {"epoch": 0}, {}, 6),
-    "nobody": ((), {"train": 2}, {}, 12),
 }
 
 
-def stop():
+def stop(model, start):
     """Trains, evaluates and predicts; some ranks want to stop."""
-    use_float64()
-    found, model = {}, pipeline()
-    start = model.get_weights()
+    found = {}
     for name, (ranks, at, options, _) in STOPS.items():
-        compiled(model).set_weights(start)  # its stages need not be traced again
+        begin_again(model, start)
         callback = Stop(ranks, **at)
         model.fit(X, Y, epochs=2, callbacks=[callback], **options, **QUIET)
         weights = [w.tolist() for w in model.get_weights()]
         found[name] = [int(model.optimizer.iterations), callback.ended, weights]
-    model, callback = pipeline(steps_per_execution=2), Stop((1,), train=1)
-    model.fit(X, Y, epochs=2, callbacks=[callback], **QUIET)
-    found["two at a time"] = callback.ended["train"]
-    model, again = pipeline(), Stop((1,), train=2)
-    for _ in range(2):
+    begin_again(model, start)
+    for again in (Stop((1,), train=2), Stop((1,), train=2)):
         with contextlib.suppress(RuntimeError):
             model.fit(X, Y, callbacks=[Fails()], **QUIET)
         model.fit(X, Y, validation_data=(X, Y), callbacks=[again], **QUIET)
     found["after errors"] = [again.ended["train"], int(model.optimizer.iterations)]
-    model, evaluation = pipeline(), Stop((1,), test=2, predict=2)
+    evaluation = Stop((1,), test=2, predict=2)
     model.evaluate(X, Y, batch_size=4, verbose=0, callbacks=[evaluation])
     model.predict(X, batch_size=4, verbose=0, callbacks=evaluation)
     found["evaluation"] = evaluation.ended
+    compiled(model, steps_per_execution=2)
+    model.fit(X, Y, epochs=2, callbacks=[callback := Stop((1,), train=1)], **QUIET)
+    found["two at a time"] = callback.ended["train"]
     return found
 
 
-@pytest.mark.slow
-def test_all_ranks_stop_after_the_same_step():
-    run = mpi_run(2, stop, timeout=240, env={"TNT_TIMEOUT": "60"}).check()
-    assert run.results[0] == run.results[1]
-    found = run.results[0]
+def check_stops(found):
+    model = plain()
+    expected = [model.get_weights()]
+    for step in range(12):
+        rows = slice(step % 6 * 4, (step % 6 + 1) * 4)
+        model.train_on_batch(X[rows], Y[rows])
+        expected.append(model.get_weights())
     for name, (_, _, _, steps) in STOPS.items():
         iterations, ended, weights = found[name]
         assert iterations == steps, name
         assert ended["train"] == [step % 6 for step in range(steps)], name
-        model = plain()
-        for step in range(steps):
-            rows = slice(step % 6 * 4, (step % 6 + 1) * 4)
-            model.train_on_batch(X[rows], Y[rows])
-        assert distance([w.tolist() for w in model.get_weights()], weights, "weights") < ROUNDING
+        assert distance(expected[steps], weights, "weights") < ROUNDING
     assert found["the last rank, in validation"][1]["test"] == [0, 1, 2] * 2
     assert found["two at a time"] == [1, 3]
-    assert found["after errors"] == [[0, 1, 2, 3] * 2, 2 * (3 + 4)]
+    assert found["after errors"] == [[0, 1, 2, 3], 2 * (3 + 4)]
     assert found["evaluation"]["test"] == [0, 1, 2, 3]
     assert found["evaluation"]["predict"] == [0, 1, 2, 3]
 
@@ -140,35 +146,86 @@ class Rate(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = 0.125
 
 
-def change_rates():
-    """Learning rates that differ are refused; equal ones, and schedules, train."""
-    use_float64()
-    texts, model = [], pipeline()
-    start = model.get_weights()
-    for hook in ("on_train_begin", "on_train_batch_end", "on_epoch_end"):
-        for rank in (0, 1):
-            compiled(model)
-            callback = Rate(hook, rank)
-            texts.append(refused(lambda: model.fit(X, Y, callbacks=[callback], **QUIET)))  # noqa: B023
-    compiled(model).set_weights(start)
+HOOKS = {"on_train_begin": 0, "on_train_batch_end": 1, "on_epoch_end": 0}
+"""Where learning rates change, and on which rank."""
+
+
+def change_rates(model, start):
+    """Learning rates that differ are refused; equal ones train."""
+    texts = []
+    for callback in (Rate(hook, rank) for hook, rank in HOOKS.items()):
+        model.optimizer.learning_rate = RATE
+        texts.append(refused(lambda: model.fit(X, Y, callbacks=[callback], **QUIET)))  # noqa: B023
+    begin_again(model, start)
     if tnt.get_rank():
         model.optimizer.learning_rate = 0.125
     texts.append(refused(lambda: model.fit(X, Y, **QUIET)))
     texts.append(refused(lambda: model.train_on_batch(X, Y)))
-    model.optimizer.learning_rate = 0.05
-    history = model.fit(X, Y, epochs=2, **QUIET).history
-    return texts, history
+    model.optimizer.learning_rate = RATE
+    return texts, model.fit(X, Y, epochs=2, **QUIET).history
+
+
+def check_rates(texts, history):
+    for rank, text in zip(HOOKS.values(), texts, strict=False):
+        first, second = (RATE, 0.125) if rank else (0.125, RATE)
+        assert f"learning_rate={first} on rank 0, learning_rate={second} on rank 1" in text
+    assert "fit(learning_rate=0.05)" in texts[-2]
+    assert "train_on_batch(learning_rate=0.125)" in texts[-1]
+    assert distance(plain().fit(X, Y, epochs=2, **QUIET).history, history) < ROUNDING
+
+
+def dislikes_large(y_true, y_pred):
+    """Fails when it meets a large target."""
+    limit = tf.constant(99.0, y_true.dtype)
+    with tf.control_dependencies([tf.debugging.assert_less(y_true, limit, "a bad apple")]):
+        return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+
+
+def failure(call):
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+def fail_in_a_later_step(model):
+    """The loss fails on the last rank; then comes a call after it."""
+    model.compile(sgd(), dislikes_large)
+    bad = Y.copy()
+    bad[9] = 100.0
+    model.fit(X[:4], Y[:4], **QUIET)  # so that all is compiled
+    start = time.monotonic()
+    said = failure(lambda: model.fit(X, bad, **QUIET))
+    seconds = time.monotonic() - start
+    if tnt.get_rank() == 1:
+        time.sleep(SLEEP)
+    return said, seconds, failure(lambda: model.fit(X, Y, **QUIET))
+
+
+def check_failures(mine, theirs):
+    assert theirs[0][0] == "InvalidArgumentError"
+    assert "a bad apple" in mine[0][1]
+    assert "on rank 1" in mine[0][1]
+    assert mine[1] < SLEEP / 2
+    assert mine[2] == theirs[2]
+    assert "a bad apple" in mine[2][1]
+
+
+def everything():
+    """All of it with one pipeline, whose stages are traced once."""
+    use_float64()
+    model = pipeline()
+    start = model.get_weights()
+    rates = change_rates(model, start)
+    return stop(model, start), rates, fail_in_a_later_step(model)
 
 
 @pytest.mark.slow
-def test_learning_rates_that_differ_are_refused():
-    run = mpi_run(2, change_rates, timeout=240, env={"TNT_TIMEOUT": "60"}).check()
-    assert run.results[0] == run.results[1]
-    texts, history = run.results[0]
-    for i, text in enumerate(texts[:6]):
-        first, second = (0.125, 0.05) if i % 2 == 0 else (0.05, 0.125)
-        message = f"learning_rate={first} on rank 0, learning_rate={second} on rank 1"
-        assert message in text, (i, text)
-    assert "fit(learning_rate=0.05)" in texts[6]
-    assert "train_on_batch(learning_rate=0.125)" in texts[7]
-    assert distance(plain().fit(X, Y, epochs=2, **QUIET).history, history) < ROUNDING
+def test_ranks_stop_after_the_same_step_and_refuse_rates_that_differ_and_fail_together():
+    run = mpi_run(2, everything, timeout=240, env={"TNT_TIMEOUT": "60"}).check()
+    (stops, rates, mine), (others, other_rates, theirs) = run.results
+    assert (stops, rates) == (others, other_rates)
+    check_stops(stops)
+    check_rates(*rates)
+    check_failures(mine, theirs)

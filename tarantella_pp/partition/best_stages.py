@@ -74,10 +74,11 @@ def best_solution(
     best, cut = problem.within_limits(blocks)
     bound, method = cut.bound, cut.method
     if options.ranks:
-        best = problem.over_ranks(best)
         sums = problem.sums
         share = (sums.once + sums.times.min() * sums.each).sum() / (1 + max(options.ranks))
-        bound, method = max(bound, float(share)), f"{method}, then over ranks"
+        bound = max(bound, float(share))
+    if options.ranks and options.balance == "memory":
+        best, method = problem.over_ranks(best), f"{method}, then over ranks"
     elif options.balance == "memory":
         method += ", stages priced whole" if whole else " of state and activations"
     value, seconds = problem.value(best), time.perf_counter() - begun
@@ -160,20 +161,8 @@ class _Problem:
 
     def over_ranks(self, best: Assignment) -> Assignment:
         """Makes the largest rank smaller where ranks have several stages, within the limits."""
-        options, limits = self.options, self.options.limits
-        moved = balance_ranks(
-            self.sums,
-            best,
-            options.ranks,
-            options.bubble_weight,
-            groups=self.costs.graph.groups,
-            limits=None if limits is None else (self.memory.sums, limits),
-        )
-
-        def step(assignment: Assignment) -> float:
-            return self.value(assignment) + options.bubble_weight * max(self._values(assignment))
-
-        return moved if step(moved) < step(best) and self.excess(moved) <= 0 else best
+        moved = balance_ranks(self.sums, best, self.options.ranks, self.costs.graph.groups)
+        return moved if self.value(moved) < self.value(best) and self.excess(moved) <= 0 else best
 
     def excess(self, assignment: Sequence[int]) -> float:
         """Bytes of the stage that is most above its limit; 0 or less where all keep it."""

@@ -47,17 +47,6 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
     repeated: tuple[float, ...] = ()
 
     @property
-    def bubble_weight(self) -> float:
-        """How much the largest stage counts in a step's time besides the largest rank.
-
-        As long as ranks wait, beside as long as they work, with one stage for each.
-        """
-        if self.balance == "memory" or not self.ranks:
-            return 0.0
-        # Of m + p - 1 parts of a step, they work in m and wait for the largest stage in the rest.
-        return (self.num_ranks - 1) / self.num_micro_batches
-
-    @property
     def weighs_stages(self) -> bool:
         """Whether the largest stage is to be small with all that it has in memory."""
         return self.balance == "memory" and not self.ranks

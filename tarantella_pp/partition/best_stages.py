@@ -77,7 +77,6 @@ def best_solution(
         sums = problem.sums
         share = (sums.once + sums.times.min() * sums.each).sum() / (1 + max(options.ranks))
         bound = max(bound, float(share))
-    if options.ranks and options.balance == "memory":
         best, method = problem.over_ranks(best), f"{method}, then over ranks"
     elif options.balance == "memory":
         method += ", stages priced whole" if whole else " of state and activations"
@@ -161,8 +160,16 @@ class _Problem:
 
     def over_ranks(self, best: Assignment) -> Assignment:
         """Makes the largest rank smaller where ranks have several stages, within the limits."""
-        moved = balance_ranks(self.sums, best, self.options.ranks, self.costs.graph.groups)
-        return moved if self.value(moved) < self.value(best) and self.excess(moved) <= 0 else best
+        options, weight = self.options, 0.0
+        if options.balance != "memory":
+            # Of m + p - 1 parts of a step ranks work in m, and wait for the largest stage in p - 1.
+            weight = (options.num_ranks - 1) / options.num_micro_batches
+        moved = balance_ranks(self.sums, best, options.ranks, self.costs.graph.groups, weight)
+
+        def step(assignment: Assignment) -> float:
+            return self.value(assignment) + weight * max(self._values(assignment))
+
+        return moved if step(moved) < step(best) and self.excess(moved) <= 0 else best
 
     def excess(self, assignment: Sequence[int]) -> float:
         """Bytes of the stage that is most above its limit; 0 or less where all keep it."""

@@ -1,4 +1,4 @@
-"""Stages that share a rank: boundaries are moved until the largest rank has little in memory."""
+"""Stages that share a rank: boundaries are moved until the largest rank has little to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tarantella_pp.partition.graph.ideals import Array, summed
 
 # Places around a boundary that are tried at a time, on either side.
 PLACES = 150
-# How much the largest stage counts besides the largest rank.
+# How much the largest stage counts besides the largest rank, at least.
 STAGE_WEIGHT = 1e-2
 
 
@@ -28,10 +28,12 @@ def balance_ranks(
     assignment: Sequence[int],
     ranks: Sequence[int],
     groups: Iterable[Iterable[int]] = (),
+    weight: float = 0.0,
 ) -> tuple[int, ...]:
     """Makes the largest rank small, beginning with stages whose largest is small.
 
-    Stages that are as equal as layers allow add up to unequal ranks. The nodes are laid out in a
+    Stages that are as equal as layers allow add up to unequal ranks. By `weight` the largest stage
+    counts besides, for which others wait while the pipeline fills. The nodes are laid out in a
     line that keeps the stages, and two boundaries at a time are moved to the best of the places
     around them, until nothing gets better.
     """
@@ -40,7 +42,7 @@ def balance_ranks(
     running = _running(prices, order)
     free = _places_between(place, groups)
     bounds = [0, *np.cumsum(np.bincount(assignment, minlength=len(ranks))).tolist()]
-    score, better = float(_score(running, [np.array(b) for b in bounds], ranks)), bounds
+    score, better = float(_score(running, [np.array(b) for b in bounds], ranks, weight)), bounds
     while better:
         bounds, better = better, []
         for i, j in itertools.combinations(range(1, len(ranks)), 2):
@@ -48,7 +50,7 @@ def balance_ranks(
             tried[i], tried[j] = _near(free, bounds[i])[:, None], _near(free, bounds[j])[None, :]
             ordered = [begin < end for begin, end in itertools.pairwise(tried)]
             legal = np.logical_and.reduce(np.broadcast_arrays(*ordered))
-            scores = np.where(legal, _score(running, tried, ranks), np.inf)
+            scores = np.where(legal, _score(running, tried, ranks, weight), np.inf)
             row, column = np.unravel_index(np.argmin(scores), scores.shape)
             if scores[row, column] < score * (1 - 1e-9):
                 score, better = float(scores[row, column]), [*bounds]
@@ -83,7 +85,9 @@ def _near(free: npt.NDArray[np.int64], bound: int) -> npt.NDArray[np.int64]:
     return free[max(0, at - PLACES) : at + PLACES]
 
 
-def _score(running: Array, bounds: Sequence[npt.NDArray[np.int64]], ranks: Sequence[int]) -> Array:
+def _score(
+    running: Array, bounds: Sequence[npt.NDArray[np.int64]], ranks: Sequence[int], weight: float
+) -> Array:
     """Returns the largest rank, and a little of the largest stage, for arrays of boundaries."""
     totals: list[Array] = [np.zeros(())] * (1 + max(ranks))
     largest: Array = np.zeros(())
@@ -92,4 +96,4 @@ def _score(running: Array, bounds: Sequence[npt.NDArray[np.int64]], ranks: Seque
         totals[ranks[stage]] = totals[ranks[stage]] + value
         largest = np.maximum(largest, value)
     worst: Array = np.maximum.reduce(np.broadcast_arrays(*totals))
-    return worst + STAGE_WEIGHT * largest
+    return worst + max(weight, STAGE_WEIGHT) * largest

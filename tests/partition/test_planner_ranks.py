@@ -43,6 +43,12 @@ def test_the_largest_rank_is_what_counts(made, schedule, ranks, balance):
     assert plan.certificate.lower_bound <= plan.certificate.value
 
 
+def test_equal_ranks_of_unequal_stages(made):
+    plan = made(schedule="zb-v")
+    assert plan.certificate.value == sum(stage.flops for stage in plan.stages) / 2
+    assert plan.certificate.optimal
+
+
 def test_the_table_names_the_ranks(made):
     plan = made(schedule="interleaved")
     text = " ".join(str(plan).split())

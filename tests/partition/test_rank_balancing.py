@@ -25,27 +25,30 @@ def balanced(prices):
     return best_cut(blocks, prices).assignments[0]
 
 
-def largest(prices, assignment, ranks):
-    return max(rank_totals(np.bincount(assignment, prices.once, prices.num_stages), ranks))
+def largest(prices, assignment, ranks, weight=0.0):
+    own = np.bincount(assignment, prices.once, prices.num_stages)
+    return max(rank_totals(own, ranks)) + weight * max(own)
 
 
-def smallest_of_all(work, ranks):
-    """The largest rank of the best cuts, which are listed."""
+def smallest_of_all(work, ranks, weight):
+    """The largest rank, and a share of the largest stage, of the best cuts, which are listed."""
     cuts = itertools.combinations(range(1, len(work)), len(ranks) - 1)
     stages = ([sum(work[a:b]) for a, b in itertools.pairwise((0, *c, len(work)))] for c in cuts)
-    return min(max(rank_totals(own, ranks)) for own in stages)
+    return min(max(rank_totals(own, ranks)) + weight * max(own) for own in stages)
 
 
+@pytest.mark.parametrize("weight", [0.0, 0.5])
 @pytest.mark.parametrize("num_stages", RANKS)
-def test_boundaries_of_a_chain(num_stages):
+def test_boundaries_of_a_chain(num_stages, weight):
     ranks, best, found, before = RANKS[num_stages], 0.0, 0.0, 0.0
     for seed in range(8):
         work = np.random.default_rng(seed).integers(1, 20, 11).astype(float)
         problem = chain(work, num_stages)
         start = balanced(problem)
-        before += largest(problem, start, ranks)
-        found += largest(problem, balance_ranks(problem, start, ranks), ranks)
-        best += smallest_of_all(work, ranks)
+        moved = balance_ranks(problem, start, ranks, weight=weight)
+        before += largest(problem, start, ranks, weight)
+        found += largest(problem, moved, ranks, weight)
+        best += smallest_of_all(work, ranks, weight)
     assert best <= found <= min(1.05 * best, before)
 
 

@@ -45,15 +45,8 @@ def made_up(model, forward, backward, rows=(8,)):
     return Profile(model.name, graph.fingerprint(), 1, rows, found)
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        models.two_in_two_out,
-        models.causal_attention,
-    ],
-)
-def test_every_operation_is_measured_and_the_model_stays_as_it_was(build):
-    model = build()
+def test_every_operation_is_measured_and_the_model_stays_as_it_was():
+    model = models.two_in_two_out()
     data = models.batch(model)
     before = [v.numpy() for v in model.variables]
     found = profile(model, data, repeats=1, verbose=False)
@@ -113,11 +106,6 @@ def test_time_is_balanced_and_simulated_as_measured():
     )
     # the first of four micro-batches is not repeated
     assert repeated.certificate.value == pytest.approx((10 + 5 * 3 / 4) * 1e-3)
-
-
-def test_time_without_a_profile_is_measured():
-    plan = make_plan(tower(), 2, num_micro_batches=4, balance="time")
-    assert all(stage.seconds is not None for stage in plan.stages)
 
 
 def test_seconds_between_and_beyond_measured_sizes():

@@ -3,15 +3,13 @@
 A collective that one rank enters in `save` and another in `evaluate` would mix up their data, or
 wait for ever. So whoever makes a call first sees to it that all ranks make the same.
 
-As long as they do, only digests of the calls are gathered. If digests differ, or take long, each
-rank tells all others its call in words, and what it has sent them so far: a rank that waits for a
-message in the call before sees whether it will ever come, and says so instead of waiting.
+Each rank tells all others its call, and how many messages it has sent them so far: a rank that
+waits for one in the call before sees whether it will ever come, and says so instead of waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -25,10 +23,6 @@ from tarantella_pp.launch.cause import calling_line, describe
 from tarantella_pp.runtime.comm.waiting import Waiter
 
 _TAG = 0
-# In place of a digest, of a rank that can make no call.
-_NONE = bytes(16)
-# Seconds that digests may take until ranks say their calls in words.
-_HURRY = 0.25
 # Seconds for the others to come, too, once it is known that the calls differ.
 _PATIENCE = 5.0
 # Calls in which callbacks make calls of their own.
@@ -48,35 +42,29 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
         argument = "" if fact is None else f"{fact}={self.facts.get(fact, 'nothing')}"
         return f"{self.method}({argument}) at {self.place}" if self.method else "the script's end"
 
-    def digest(self) -> bytes:
-        """Returns the same bytes for the same calls, wherever they are made."""
-        same = repr((self.method, sorted(self.facts.items())))
-        return hashlib.sha256(same.encode()).digest()[: len(_NONE)]
-
 
 END = CollectiveCall("")
 
 
 class Announcement(msgspec.Struct, frozen=True, array_like=True):
-    """A call in words."""
+    """A call, as others hear of it."""
 
     number: int  # how many announcements there were before
     call: CollectiveCall
     # Whether the rank has been in it for long, and another one keeps it waiting
     unfinished: bool = False
     broken: str = ""  # why this rank can make no more calls; empty if it can
-    # How many messages the other rank was sent so far: group, tag, number
-    sent: list[tuple[int, int, int]] = []
+    # How many messages the other rank was sent so far, by group and tag
+    sent: list[tuple[tuple[int, int], int]] = []
 
 
 class Agreement:
     """This rank's calls, and the others' as far as they are known."""
 
     def __init__(self, mpi: Any, comm: Any, ring: Callable[[int], object]) -> None:
-        self.sent: Counter[tuple[int, int, int]] = Counter()  # messages, by group, rank and tag
+        # How many messages each rank was sent, by group and tag
+        self.sent: defaultdict[int, Counter[tuple[int, int]]] = defaultdict(Counter)
         self.number = 0  # of announcements; the same on all ranks
-        # Starts to gather the digests of all ranks, and returns the request.
-        self.gather: Callable[[bytes], Any]
         self._mpi = mpi
         self._comm = comm
         self._ring = ring
@@ -121,16 +109,12 @@ class Agreement:
         # The first error is the cause; those that follow come of it.
         if not self._broken:
             self._broken = f"{describe(error)}{self.where()} on rank {self._rank}"
-            self.number += 1
-            self.gather(_NONE)
-            self._tell(Announcement(self.number, self._unfinished_call(), True, self._broken))
+            self._tell(self._unfinished_call(), unfinished=True)
 
     def check_message(self, waiter: Waiter, source: int, group: int, tag: int, number: int) -> None:
         """Refuses to wait for a message that will not come, for its sender makes another call."""
         theirs = self._next_of(source)
-        if theirs is not None and all(
-            (group, tag) != (g, t) or count <= number for g, t, count in theirs.sent
-        ):
+        if theirs is not None and dict(theirs.sent).get((group, tag), 0) <= number:
             self._refuse(waiter)
 
     def check_arrival(self, waiter: Waiter, dest: int, arrived: Callable[[], bool]) -> None:
@@ -141,8 +125,7 @@ class Agreement:
     def end(self, waiter: Waiter) -> None:
         """Tells the others that this rank's script has ended, and waits until all have."""
         self._calls.clear()
-        self.number += 1
-        self._tell(Announcement(self.number, END, False, self._broken))
+        self._tell(END)
 
         def all_ended() -> bool:
             self._listen()
@@ -164,30 +147,18 @@ class Agreement:
 
     def _announce(self, waiter: Waiter, call: CollectiveCall, unfinished: bool = False) -> None:
         """Returns once all ranks have announced the same call."""
-        self.number += 1
-        mine = Announcement(self.number, call, unfinished, self._broken)
-        digests = self.gather(_NONE if unfinished or self._broken else call.digest())
-        hurry = time.monotonic() + _HURRY
-        in_words, since = False, 0.0
+        mine = self._tell(call, unfinished)
+        since = 0.0
 
         def complete() -> bool:
-            nonlocal in_words, since
+            nonlocal since
             self._listen()
-            verdict = _agree(digests)
-            if verdict:
-                return self._delivered()
-            now = time.monotonic()
             said = self._said(mine)
-            differ = bool(said) and bool(disagreement(said))
-            # A rank that waits for a message in the call before must hear of this one, and who is
-            # late must be named. Counters are large, so they go only now.
-            if not in_words and (verdict is False or differ or now > hurry):
-                self._tell(mine)
-                in_words = True
-            if not differ:
-                return False
-            since = since or now
-            return (len(said) == self._size and self._delivered()) or now - since > _PATIENCE
+            if len(said) == self._size:
+                return self._delivered()
+            # Who is late must be named.
+            since = since or (time.monotonic() if disagreement(said) else 0.0)
+            return since > 0 and time.monotonic() - since > _PATIENCE
 
         def awaited() -> str:
             missing = [str(rank) for rank in self._others if rank not in self._said(mine)]
@@ -197,17 +168,19 @@ class Agreement:
         said = self._said(mine)
         for late in [number for number in self._heard if number <= self.number]:
             del self._heard[late]
-        reason = "" if _agree(digests) else disagreement(said)
+        reason = disagreement(said)
         if reason:
             broken = (one.broken for one in said.values() if one.broken)
             self._broken = self._broken or next(broken, "")  # which is why this rank cannot, either
             raise ConfigurationError(reason)
 
-    def _tell(self, mine: Announcement) -> None:
-        """Tells all ranks in words what this one does, and what it has sent them."""
+    def _tell(self, call: CollectiveCall, unfinished: bool = False) -> Announcement:
+        """Tells all ranks what this one does, and what it has sent them."""
+        self.number += 1
+        mine = Announcement(self.number, call, unfinished, self._broken)
         for rank in self._others:
-            sent = [(g, t, n) for (g, other, t), n in self.sent.items() if other == rank]
-            self._send(msgspec.structs.replace(mine, sent=sent), rank)
+            self._send(msgspec.structs.replace(mine, sent=[*self.sent[rank].items()]), rank)
+        return mine
 
     def _send(self, message: Announcement, rank: int) -> None:
         data = np.frombuffer(msgspec.msgpack.encode(message), np.uint8)
@@ -236,21 +209,11 @@ class Agreement:
         return self._heard.get(self.number + 1, {}).get(rank) or self._ended.get(rank)
 
     def _said(self, mine: Announcement) -> dict[int, Announcement]:
-        """What is known in words of all ranks; nothing if no other rank has said anything."""
-        # A rank that has ended since took part in this call: what it sent before is on its way.
+        """What is known of all ranks."""
+        # A rank that has ended since took part in this call: it has said so before.
         ended = {rank: one for rank, one in self._ended.items() if one.number <= mine.number}
-        heard = {**ended, **self._heard.get(mine.number, {})}
-        if not heard and not mine.unfinished and not mine.broken:
-            return {}
-        return dict(sorted({**heard, self._rank: mine}.items()))
-
-
-def _agree(digests: Any) -> bool | None:
-    """Whether all ranks make the same call; None until all have said so."""
-    if not digests.ready():
-        return None
-    rows = digests.wait()[0]
-    return bool(rows[0].any() and (rows == rows[0]).all())
+        heard = self._heard.get(mine.number, {})
+        return dict(sorted({**ended, **heard, self._rank: mine}.items()))
 
 
 def disagreement(said: Mapping[int, Announcement]) -> str:

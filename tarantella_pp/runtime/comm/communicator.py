@@ -108,7 +108,7 @@ class Communicator:
         # The largest of its bytes and zeros: sent in parts by all ranks, not as a whole by one.
         mine = as_bytes(np.ascontiguousarray(array)) if self.rank == root else None
         sent = np.zeros(array.nbytes, np.uint8) if mine is None else mine
-        tag, label = self.largest_tag // 2 - 3, f"broadcast from rank {root}"
+        tag, label = self.largest_tag // 2 - 2, f"broadcast from rank {root}"
         found = self.start_allreduce(sent, "max", tag=tag, label=label).wait()
         if mine is None:
             array[...] = found.view(array.dtype).reshape(array.shape)
@@ -226,11 +226,6 @@ class Communicator:
             data = np.append(data, self.post_receive([spec], source, tag, label=label).wait()[0])
         return msgspec.msgpack.decode(data[:size].data)
 
-    def gather_digests(self, digest: bytes) -> CollectiveRequest[list[_Array]]:
-        """Starts to gather what `Agreement` compares."""
-        rows, tag = np.frombuffer(digest, np.uint8)[None], self.largest_tag // 2 - 2
-        return self.start_allgather([rows], tag=tag, label="digests of calls")
-
     def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
         """Surrounds a call of the user's script that all ranks must make, and waits for them."""
         if self._channel is None:
@@ -325,7 +320,6 @@ def _join(launch: Launch) -> Communicator:
     # The upper half of the tags is for collectives, two for each of theirs.
     largest_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)) // 2
     ranks = Communicator.of_channel(channel, largest_tag)
-    channel.process.agreement.gather = ranks.gather_digests
     _connect(ranks, channel)
     # Functions registered later are called earlier: the guard must first put on record that this
     # rank's script has ended, for a rank that waits for it would otherwise never learn it.

@@ -221,9 +221,9 @@ class Channel:
         sending = SendRequest(self, label, dest, tag, world_rank)
         # The count goes along in rings and announcements: a message is known by its place among
         # those with its tag.
-        key, counts = (self.group, world_rank, tag), self.process.agreement.sent
-        number = counts[key]
-        counts[key] += 1
+        counts = self.process.agreement.sent[world_rank]
+        number = counts[self.group, tag]
+        counts[self.group, tag] += 1
         for tensor in tensors:
             for piece in pieces(as_bytes(tensor)):
                 sending.add(piece)

@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import pytest
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.runtime.comm.agreement import (
     END,
-    Agreement,
     Announcement,
     CollectiveCall,
     disagreement,
 )
 from tarantella_pp.runtime.comm.communicator import TensorSpec, world
-from tarantella_pp.runtime.comm.waiting import Limits, Waiter, Wakeup
 from tests.helpers.mpi import find_mpiexec, mpi_run
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
@@ -41,29 +37,6 @@ def test_the_end_of_a_script_and_a_call_that_cannot_go_on_are_no_calls():
     )
 
 
-def test_a_rank_that_ends_after_a_call_has_made_it(monkeypatch) -> None:
-    """Its end may be heard before the digests of others arrive."""
-    monkeypatch.setattr("tarantella_pp.runtime.comm.agreement._PATIENCE", 0.05)
-    arrived = [np.frombuffer(msgspec.msgpack.encode(said(2)), np.uint8)]
-
-    def probe(source, tag, status):
-        if not arrived:
-            return None
-        data = arrived.pop()
-        status.source, status.Get_count = 0, lambda unit: data.size
-        return SimpleNamespace(Recv=lambda buffer: np.copyto(buffer[0], data))
-
-    comm = SimpleNamespace(Get_rank=lambda: 2, Get_size=lambda: 3, Improbe=probe)
-    comm.Isend = lambda *message: SimpleNamespace(Test=lambda: True)
-    mpi = SimpleNamespace(BYTE="byte", ANY_SOURCE=-1, Status=SimpleNamespace)
-    last, start = Agreement(mpi, comm, lambda other: None), time.monotonic()
-    digests = SimpleNamespace(ready=lambda: time.monotonic() > start + 0.5)
-    digests.wait = lambda: [np.ones((3, 16), np.uint8)]
-    last.gather = lambda digest: digests
-    with last.call(Waiter(2, Limits(), tuple, Wakeup(), str), "save", {}):
-        pass
-
-
 def refusal(make_call) -> str:
     try:
         make_call()
@@ -77,9 +50,27 @@ def call(method, **facts):
         pass
 
 
-def differ() -> list[str]:
+def be_late():
+    """The last rank goes on early, others still need what it has sent."""
+    ours, last = world(), world().size - 1
+    found = []
+    for root in (0, last):
+        with ours.call("fit"):
+            if ours.rank == last:
+                for rank in range(last):
+                    ours.send([np.full(1 << 20, 3.0)], rank, 9)
+            time.sleep(0.4 * (last - ours.rank))
+            if ours.rank != last:
+                spec = [TensorSpec((1 << 20,), "float64")]
+                found.append(float(ours.post_receive(spec, last, 9).wait()[0][5]))
+            found.append(ours.broadcast_json("told", root))
+        call("evaluate")
+    return found
+
+
+def be_late_and_differ() -> list[str]:
     """Calls that are not the same on all ranks, one after the other."""
-    ours, found = world(), []
+    ours, found = world(), [be_late()]
     last = ours.size - 1
     call("fit", epochs=2)
     found.append(refusal(lambda: call("fit", epochs=3 if ours.rank == last else 2)))
@@ -104,12 +95,14 @@ def differ() -> list[str]:
 
 @needs_mpi
 @pytest.mark.mpi
-def test_calls_that_differ_are_refused_on_all_ranks():
-    run = mpi_run(4, differ, env={"TNT_TIMEOUT": "20"}).check()
+def test_late_ranks_get_what_was_sent_and_calls_that_differ_are_refused_on_all():
+    run = mpi_run(3, be_late_and_differ, env={"TNT_TIMEOUT": "20"}).check()
+    received = [result.pop(0) for result in run.results]
+    assert received == [[3.0, "told"] * 2] * 2 + [["told"] * 2]
     assert all(result == run.results[0] for result in run.results)
     facts, methods, same, skipped, behind = run.results[0]
-    assert re.search(r"fit\(epochs=3\) at test_agreement.py:\d+ on rank 3", facts)
-    assert re.search(r"evaluate\(\) at .* on rank.*save\(\) at .*:\d+ on rank 3\.", methods)
+    assert re.search(r"fit\(epochs=3\) at test_agreement.py:\d+ on rank 2", facts)
+    assert re.search(r"evaluate\(\) at .* on rank.*save\(\) at .*:\d+ on rank 2\.", methods)
     assert same == ""
     assert "save()" in skipped
     assert "evaluate()" in behind
@@ -153,31 +146,6 @@ def test_a_wait_that_cannot_end_names_both_calls(ranks, kind):
         cause = r"after fit\(\) ended with BufferError: a bad apple \(.*\)"
         assert re.search(rf"save\(\) at .*:\d+ {cause} on rank {ranks - 1}", first)
         assert "No more calls are possible after ConfigurationError in fit()" in then
-
-
-def be_slow():
-    """The last rank goes on early, others still need what it has sent."""
-    ours, last = world(), world().size - 1
-    found = []
-    for root in (0, last):
-        with ours.call("fit"):
-            if ours.rank == last:
-                for rank in range(last):
-                    ours.send([np.full(1 << 20, 3.0)], rank, 9)
-            time.sleep(0.4 * (last - ours.rank))
-            if ours.rank != last:
-                spec = [TensorSpec((1 << 20,), "float64")]
-                found.append(float(ours.post_receive(spec, last, 9).wait()[0][5]))
-            found.append(ours.broadcast_json("told", root))
-        call("evaluate")
-    return found
-
-
-@needs_mpi
-@pytest.mark.mpi
-def test_a_rank_that_is_late_gets_what_was_sent():
-    run = mpi_run(3, be_slow, env={"TNT_TIMEOUT": "20"}).check()
-    assert run.results == [[3.0, "told"] * 2] * 2 + [["told"] * 2]
 
 
 def wait_in_vain():

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.runtime.stubs import Seconds, StubPipeline
 from tarantella_pp.runtime.comm.communicator import world
-from tarantella_pp.runtime.machine import clock_offset
+from tarantella_pp.runtime.comm.machine import clock_offset
 from tarantella_pp.runtime.recorder import Recorder, gather_steps, simulated
 from tarantella_pp.schedule import TRAINING_NAMES
 from tarantella_pp.simulation import Costs, simulate

@@ -20,8 +20,8 @@ from rich.table import Table
 
 from benchmarks.runtime.stubs import Seconds, StubPipeline, StubSums
 from tarantella_pp.runtime.comm.communicator import Communicator, world
+from tarantella_pp.runtime.comm.machine import clock_offset
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
-from tarantella_pp.runtime.machine import clock_offset
 from tarantella_pp.runtime.recorder import RecordedStep, Recorder, gather_steps
 from tarantella_pp.simulation import Costs, simulate
 

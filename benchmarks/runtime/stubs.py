@@ -30,7 +30,7 @@ from tarantella_pp.runtime.stage.stage_boundary import (
     stage_boundaries,
     stage_edges,
 )
-from tarantella_pp.runtime.stage_messages import StageMessages
+from tarantella_pp.runtime.stage.stage_messages import StageMessages
 from tarantella_pp.schedule import SEARCHED, Schedule, lower, make_schedule, validate
 from tarantella_pp.simulation import Costs, search_schedule
 

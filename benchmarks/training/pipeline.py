@@ -40,7 +40,7 @@ import tarantella_pp as tnt
 from benchmarks.sized_models import BUILDERS, ROWS, data_for
 from tarantella_pp.models import pipeline_model
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tarantella_pp.runtime.machine import clock_offset
+from tarantella_pp.runtime.comm.machine import clock_offset
 from tarantella_pp.runtime.recorder import (
     Recorder,
     gather_steps,

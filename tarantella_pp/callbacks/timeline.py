@@ -19,7 +19,7 @@ from rich.text import Text
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.files.file_replacement import replace_file
-from tarantella_pp.runtime.machine import clock_offset
+from tarantella_pp.runtime.comm.machine import clock_offset
 from tarantella_pp.runtime.recorder import (
     UPDATE,
     RecordedStep,

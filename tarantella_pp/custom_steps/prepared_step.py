@@ -19,7 +19,7 @@ from tarantella_pp.runtime.comm.process_groups import ReplicaExchange
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.probes.parts import MEAN, SAME, SUM
-from tarantella_pp.runtime.stage.batch_statistics import BatchStatistics
+from tarantella_pp.runtime.stage.forward_state import BatchStatistics
 from tarantella_pp.runtime.stage.graph_functions import (
     CompiledFunction,
     SubgraphExtractor,

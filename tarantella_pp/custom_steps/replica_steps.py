@@ -26,7 +26,7 @@ from tarantella_pp.runtime.data.batch import (
     rebuild,
 )
 from tarantella_pp.runtime.data.data_feed import DataFeed, dense
-from tarantella_pp.runtime.stage.batch_statistics import BatchStatistics
+from tarantella_pp.runtime.stage.forward_state import BatchStatistics
 from tarantella_pp.runtime.weights.shared_weights import broadcast_variable, check_replicas
 
 

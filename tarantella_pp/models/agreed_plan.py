@@ -20,7 +20,7 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.collective import on_one_rank
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.machine import magnitude, measure_link, memory_of_each_rank
+from tarantella_pp.runtime.comm.machine import magnitude, measure_link, memory_of_each_rank
 from tarantella_pp.schedule import read_schedule
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tarantella_pp.runtime.recorder import Recorder, Span
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageBoundary
-from tarantella_pp.runtime.stage_messages import StageMessages
+from tarantella_pp.runtime.stage.stage_messages import StageMessages
 from tarantella_pp.schedule import (
     Compute,
     Direction,

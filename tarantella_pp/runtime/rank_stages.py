@@ -17,9 +17,9 @@ from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups, ReplicaExchange
 from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.executor import Executor
-from tarantella_pp.runtime.forward_state import ForwardState
 from tarantella_pp.runtime.probes.stage_probe import StageProbe
 from tarantella_pp.runtime.recorder import Recorder
+from tarantella_pp.runtime.stage.forward_state import ForwardState
 from tarantella_pp.runtime.stage.model_outputs import find_activations
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage.stage_boundary import (
@@ -28,7 +28,7 @@ from tarantella_pp.runtime.stage.stage_boundary import (
     stage_boundaries,
     stage_edges,
 )
-from tarantella_pp.runtime.stage_messages import StageMessages
+from tarantella_pp.runtime.stage.stage_messages import StageMessages
 from tarantella_pp.runtime.weights.remote_variables import is_stale
 from tarantella_pp.schedule import Transfer
 
@@ -153,9 +153,9 @@ class RankStages(dict[int, Stage]):
         """Surrounds a step: what layers and metrics keep is the batch's before it and after it."""
         self.have_run = True
         step.begin()
-        self._forward_state.begin(step.batch.share, step.training)
+        self._forward_state.begin(step.batch.share.first, step.training)
         yield self.executor  # not called from here: deep stacks are hard to read
-        self._forward_state.end(step.batch.shares, step.training)
+        self._forward_state.end([share.count for share in step.batch.shares], step.training)
 
     def clear(self) -> None:
         """Drops the rest of a step that an error has ended."""

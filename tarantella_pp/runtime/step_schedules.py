@@ -13,8 +13,8 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.partition.plan.plan_simulation import searched
 from tarantella_pp.partition.with_batch import ways_to_less_memory, with_batch
+from tarantella_pp.runtime.comm.machine import memory_of_each_rank
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
-from tarantella_pp.runtime.machine import memory_of_each_rank
 from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason
 from tarantella_pp.runtime.stage.stage_boundary import StageEdge
 from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, validate

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.runtime.stubs import Seconds, StubPipeline
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.runtime import machine as links
+from tarantella_pp.runtime.comm import machine as links
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.recorder import (
     UPDATE,

@@ -12,7 +12,7 @@ from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.functional import get_mask, operation_fn, set_mask
 from tarantella_pp.internals.training import added_losses
 from tarantella_pp.partition.graph.calls import Call
-from tarantella_pp.runtime.stage.batch_statistics import BatchStatistics
+from tarantella_pp.runtime.stage.forward_state import BatchStatistics
 from tarantella_pp.runtime.stage.model_outputs import as_logits, as_made
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageBoundary
 

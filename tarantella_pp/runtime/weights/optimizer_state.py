@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.internals.optimizers import scales_dynamically
@@ -87,26 +86,19 @@ class OptimizerState:
         """What Keras saves for the whole optimizer, slots read when it does; takes all ranks."""
         if self._communicator.size == 1:
             return self._optimizer
-        held, specs = self._all_specs()
-        read = stream.add(held.__getitem__)
-
-        def value(number: int) -> ValuePieces:
-            owner = self._communicator.world_ranks[self._source(self._slots[number].positions)]
-            return read(owner, number, specs[number])
-
-        return self._stand_in(value)
-
-    def _all_specs(self) -> tuple[dict[int, Any], list[TensorSpec]]:
-        """This rank's slots, and what all of the whole optimizer look like."""
         self.build()
-        held = self._held()
-        specs: dict[int, TensorSpec] = {}
-        for theirs in self._communicator.allgather_json(
-            {str(i): [list(variable.shape), variable.dtype] for i, variable in held.items()}
-        ):
-            for i, (shape, dtype) in theirs.items():
-                specs[int(i)] = TensorSpec(tuple(shape), tf.as_dtype(dtype).as_numpy_dtype)
-        return held, [specs[i] for i in range(len(self._slots))]
+        held, ranks = self._held(), self._communicator
+        mine = {str(i): [list(v.shape), variable_dtype(v).name] for i, v in held.items()}
+        described: dict[int, Any] = {
+            int(i): d for theirs in ranks.allgather_json(mine) for i, d in theirs.items()
+        }
+        read = stream.add(held.__getitem__)
+        values = {}
+        for number, place in enumerate(self._slots):
+            shape, dtype = described[number]
+            owner = ranks.world_ranks[self._source(place.positions)]
+            values[number] = read(owner, number, TensorSpec(tuple(shape), dtype))
+        return self._stand_in(values)
 
     def needed(self) -> dict[int, Any]:
         """The slots of this rank, by their number in the whole optimizer; takes all ranks."""
@@ -136,9 +128,9 @@ class OptimizerState:
         name = self._optimizer.name
         if not self._communicator.broadcast_json(self._optimizer.built, self._source([])):
             variables = dict(enumerate(self._optimizer.variables))
-            return _StandIn(name, range(len(variables)), receivers=variables)
+            return _StandIn(name, range(len(variables)), variables)
         self.build()
-        return _StandIn(name, range(len(self._slots)), receivers=self._held())
+        return _StandIn(name, range(len(self._slots)), self._held())
 
     def _agreed(self, weights: Sequence[Any]) -> list[Place]:
         """Divides the optimizer, in the same way on all ranks."""
@@ -198,22 +190,22 @@ class OptimizerState:
         """The rank with the values of a slot; one that serves no single weight is on several."""
         return self._ranks[positions[0] if positions else 0] if self._ranks else 0
 
-    def _stand_in(self, value_of: Callable[[int], ValuePieces]) -> _StandIn:
+    def _stand_in(self, values: Mapping[int, ValuePieces]) -> _StandIn:
         parts: dict[tuple[int, str], list[int]] = {}
         for number, place in enumerate(self._slots):
             parts.setdefault((place.part, place.part_class), []).append(number)
         wraps = scales_dynamically(self._optimizer)
         inner = [
-            type(name, (_StandIn,), {})(name, own, value_of)
+            type(name, (_StandIn,), {})(name, own, values)
             for (part, name), own in parts.items()
             if part > wraps
         ]
         name, numbers = self._optimizer.name, range(len(self._slots))
         if not wraps:
-            return _StandIn(name, numbers, value_of, inner=inner)
+            return _StandIn(name, numbers, values, inner)
         wrapped = [number for number in numbers if self._slots[number].part]
-        found = _StandIn(name, numbers, value_of)
-        found.inner_optimizer = _StandIn("wrapped", wrapped, value_of, inner=inner)
+        found = _StandIn(name, numbers, values)
+        found.inner_optimizer = _StandIn("wrapped", wrapped, values, inner)
         return found
 
 
@@ -224,21 +216,19 @@ class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
         self,
         name: str,
         slots: Sequence[int],
-        value_of: Callable[[int], ValuePieces] | None = None,
-        receivers: Mapping[int, Any] | None = None,
+        share: Mapping[int, Any],
         inner: Sequence[_StandIn] = (),
     ) -> None:
         super().__init__(learning_rate=0.0, name=name)
         self._slots = slots
-        self._value_of = value_of
-        self._receivers = tuple((receivers or {}).items())
+        self._share = tuple(share.items())  # a dict of variables would be one of its own for Keras
         self.optimizers = list(inner)
 
     def save_own_variables(self, store: Any) -> None:
         """Writes all slots."""
-        if self._value_of is not None:
-            for i, number in enumerate(self._slots):
-                store[str(i)] = self._value_of(number)
+        share = dict(self._share)
+        for i, number in enumerate(self._slots):
+            store[str(i)] = share[number]
 
     def load_own_variables(self, store: Any) -> None:
         """Takes over the slots of this rank, if there are as many as there should be."""
@@ -251,7 +241,7 @@ class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
                 stacklevel=2,
             )
             return
-        for number, variable in self._receivers:
+        for number, variable in self._share:
             variable.assign(store[str(number)])
 
 

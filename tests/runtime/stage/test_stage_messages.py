@@ -11,7 +11,7 @@ from benchmarks.runtime.stubs import PLAIN, Seconds, StubPipeline, chain
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.recorder import Recorder
 from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries, stage_edges
-from tarantella_pp.runtime.stage_messages import StageMessages
+from tarantella_pp.runtime.stage.stage_messages import StageMessages
 from tarantella_pp.schedule import Transfer, send_window
 from tests.helpers.mpi import find_mpiexec, mpi_run
 

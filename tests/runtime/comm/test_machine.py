@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tarantella_pp.internals.training import Gpu
-from tarantella_pp.runtime import machine
+from tarantella_pp.runtime.comm import machine
 from tarantella_pp.runtime.comm.communicator import Communicator
 
 

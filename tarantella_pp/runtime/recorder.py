@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, median
 from typing import NamedTuple
@@ -48,27 +48,6 @@ class Span(NamedTuple):
     end: float  # seconds of the rank's own clock
 
 
-@dataclass
-class StepRecord:
-    """One training step of one rank."""
-
-    number: int  # number of the step since recording began, from 0
-    start: float  # seconds of the rank's own clock
-    end: float  # seconds of the rank's own clock; `start` until the step has ended
-    schedule: Schedule  # the schedule that it ran, with its messages
-    rows: int
-    # What the rank did, in order; a receive is the wait for its message
-    spans: list[Span] = field(default_factory=list)
-
-    def seconds(self) -> tuple[float, float]:
-        """Returns how long the rank computed in this step, and how long it waited."""
-        busy = wait = 0.0
-        for what, start, end in self.spans:
-            busy += (end - start) * is_busy(what)
-            wait += (end - start) * is_wait(what)
-        return busy, wait
-
-
 class Recorder:
     """Notes what this rank does in its training steps.
 
@@ -83,32 +62,35 @@ class Recorder:
                 f"range(10, 15). Received: steps={steps!r}"
             )
         self._numbers = None if isinstance(steps, int) else steps
-        self._kept: deque[StepRecord] = deque(maxlen=steps if isinstance(steps, int) else None)
+        self._kept: deque[RecordedStep] = deque(maxlen=steps if isinstance(steps, int) else None)
         self._count = 0
         self._begun: deque[tuple[float, float, float, float]] = deque(maxlen=MOST_SHARES)
         self.spans: MutableSequence[Span] = deque(maxlen=0)
 
     @property
-    def steps(self) -> list[StepRecord]:
-        """The steps that are kept, in order."""
+    def steps(self) -> list[RecordedStep]:
+        """The steps that are kept, in order, as of this rank alone."""
         return list(self._kept)
 
     @contextlib.contextmanager
     def step(self, schedule: Schedule, rows: int) -> Iterator[None]:
         """Records one step; a step that fails is not kept."""
-        start = time.perf_counter()
-        step = StepRecord(self._count, start, start, schedule, rows)
-        self.spans = step.spans
+        start, spans = time.perf_counter(), list[Span]()
+        self.spans = spans
         try:
             yield
         finally:
             self.spans = deque(maxlen=0)  # evaluation and prediction are not recorded
-        step.end = time.perf_counter()
-        self._count += 1
+        end = time.perf_counter()
         # Two numbers of each step, so that logs need not keep all spans.
-        self._begun.append((step.start, step.end, *step.seconds()))
-        if self._numbers is None or step.number in self._numbers:
-            self._kept.append(step)
+        busy = sum(span.end - span.start for span in spans if is_busy(span.what))
+        wait = sum(span.end - span.start for span in spans if is_wait(span.what))
+        self._begun.append((start, end, busy, wait))
+        if self._numbers is None or self._count in self._numbers:
+            self._kept.append(
+                RecordedStep(self._count, schedule, rows, ((start, end),), (tuple(spans),))
+            )
+        self._count += 1
 
     @contextlib.contextmanager
     def span(self, what: Action | str) -> Iterator[None]:
@@ -149,14 +131,15 @@ def is_wait(what: Action | str) -> bool:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One training step."""
+    """One training step, of one rank or of all."""
 
     number: int  # number of the step since recording began, from 0
     schedule: Schedule  # the schedule that it ran, with its messages
     rows: int
     # For each rank, when the step began and ended there, in seconds of rank 0's clock
     bounds: tuple[tuple[float, float], ...]
-    spans: tuple[tuple[Span, ...], ...]  # what each rank did, in order, on the same clock
+    # What each rank did, in order, on the same clock; a receive is the wait for its message
+    spans: tuple[tuple[Span, ...], ...]
 
     @cached_property
     def origin(self) -> float:
@@ -198,22 +181,18 @@ class RecordedStep:
 
 
 def gather_steps(
-    records: Sequence[StepRecord], offset: float, communicator: Communicator
+    records: Sequence[RecordedStep], offset: float, communicator: Communicator
 ) -> tuple[RecordedStep, ...]:
     """Puts the records of all ranks together; all of them must call this."""
-    mine = [
-        [
-            [record.start + offset, record.end + offset],
-            [[str(what), start + offset, end + offset] for what, start, end in record.spans],
-        ]
-        for record in records
-    ]
+    mine = []
+    for record in records:
+        [(start, end)], [spans] = record.bounds, record.spans
+        moved = [[str(span.what), span.start + offset, span.end + offset] for span in spans]
+        mine.append([[start + offset, end + offset], moved])
     steps = zip(records, *communicator.allgather_json(mine), strict=True)
     return tuple(
-        RecordedStep(
-            number=record.number,
-            schedule=record.schedule,
-            rows=record.rows,
+        replace(
+            record,
             bounds=tuple((start, end) for (start, end), _ in ranks),
             spans=tuple(
                 tuple(Span(w if w in SPAN_NAMES else parse_action(w), *when) for w, *when in spans)

@@ -128,7 +128,7 @@ def test_a_step_that_fails_is_not_kept():
         recorder.spans.append(Span(UPDATE, 0.0, 1 / 0))
     run_steps(recorder, 1)
     assert [step.number for step in recorder.steps] == [0]
-    assert len(recorder.steps[0].spans) == 3
+    assert len(recorder.steps[0].spans[0]) == 3
 
 
 def test_shares_are_of_the_time_from_step_to_step(monkeypatch):

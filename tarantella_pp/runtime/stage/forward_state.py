@@ -128,8 +128,8 @@ class ForwardState:
     Seeds count what has been drawn. So a replica begins with the count that the micro-batches of
     the replicas before it lead to, and after the step all have the last replica's. Moving
     averages take in the statistics of the whole batch; see `BatchStatistics`. Where layers take in
-    one micro-batch after the other, all replicas get the mean of theirs. Metrics of layers get the
-    sum of what the replicas add to them.
+    one micro-batch after the other, all replicas get the mean of theirs. Metrics of layers add up,
+    as those of the model do.
     """
 
     def __init__(
@@ -148,12 +148,13 @@ class ForwardState:
                     self._averages |= {id(v): v for v in part.non_trainable_variables}
             seeds |= {id(state): state for state in running_states(layer)}
         metrics = [metric for call in shared for metric in layer_metrics(call.operation)]
-        self._metrics = {id(v): v for metric in metrics for v in metric.variables}
+        found = {id(v): v for metric in metrics for v in metric.variables}
+        self._metrics = list(found.values())
         # What is neither an average nor a metric counts draws of random numbers.
-        known = {*self._averages, *self._metrics}
+        known = {*self._averages, *found}
         self._seeds = [v for key, v in seeds.items() if key not in known]
         self._drawn: dict[bool, list[np.ndarray[Any, Any]]] = {}
-        self._before: dict[int, np.ndarray[Any, Any]] = {}
+        self._before: list[np.ndarray[Any, Any]] = []  # of the seeds
 
     @contextlib.contextmanager
     def measuring(self, training: bool) -> Iterator[bool]:
@@ -161,7 +162,7 @@ class ForwardState:
         if not self._seeds or training in self._drawn:
             yield False
             return
-        variables = [*self._seeds, *self._averages.values(), *self._metrics.values()]
+        variables = [*self._seeds, *self._averages.values(), *self._metrics]
         before = [value_of(variable) for variable in variables]
         try:
             yield True
@@ -173,14 +174,16 @@ class ForwardState:
 
     def begin(self, first: int, training: bool) -> None:
         """Sets seeds to where the micro-batches before this replica's first one leave them."""
-        kept = (*self._seeds, *self._metrics.values())
-        self._before = {id(variable): value_of(variable) for variable in kept}
+        self._before = [value_of(seed) for seed in self._seeds]
         self._set_seeds(first, training)
+        self._exchange.begin_metrics(self._metrics)
 
     def end(self, counts: Sequence[int], training: bool) -> None:
         """Gives all replicas the state after the whole batch, given their micro-batches."""
         self._set_seeds(sum(counts), training)
-        self._add_up_metrics(counts)
+        if not counts[self._exchange.replica]:  # it has run one nevertheless
+            self._exchange.begin_metrics(self._metrics)
+        self._exchange.merge_metrics(self._metrics)
         if training:
             for statistics in self._of_batch:
                 if len(counts) > 1:
@@ -191,9 +194,9 @@ class ForwardState:
 
     def _set_seeds(self, number: int, training: bool) -> None:
         """Sets seeds to where some number of micro-batches leave them."""
-        for seed, drawn in zip(self._seeds, self._drawn.get(training, ()), strict=False):
-            start = self._before[id(seed)]
-            seed.assign(start + drawn * np.asarray(number, start.dtype))
+        drawn = self._drawn.get(training, ())
+        for seed, start, each in zip(self._seeds, self._before, drawn, strict=False):
+            seed.assign(start + each * np.asarray(number, start.dtype))
 
     def _average(self, counts: Sequence[int]) -> None:
         """Averages what takes in one micro-batch after the other, as far as stages are traced."""
@@ -204,11 +207,3 @@ class ForwardState:
             theirs = values[np.asarray(counts) > 0]  # a spare replica has run one nevertheless
             # Those that do not change, of frozen layers, keep their bits.
             variable.assign(theirs[0] + (theirs - theirs[0]).mean(axis=0).astype(values.dtype))
-
-    def _add_up_metrics(self, counts: Sequence[int]) -> None:
-        variables = list(self._metrics.values())
-        everywhere = self._exchange.values_of_all(variables)
-        for variable, values in zip(variables, everywhere, strict=True):
-            start = self._before[id(variable)]
-            added = [theirs - start for theirs, count in zip(values, counts, strict=True) if count]
-            variable.assign(sum(added, start))

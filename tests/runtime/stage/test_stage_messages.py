@@ -34,7 +34,7 @@ def run_ahead():
             len(alike),
             [
                 (span.what.micro_batch, span.what.operation, span.end)
-                for span in recorder.steps[0].spans
+                for span in recorder.steps[0].spans[0]
                 if isinstance(span.what, Transfer) and span.what.direction == "F"
             ],
         )

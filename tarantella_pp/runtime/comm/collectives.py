@@ -16,7 +16,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tarantella_pp.errors import CommunicationError
 from tarantella_pp.runtime.comm.buffers import TensorSpec, empty, numpy_dtype
 from tarantella_pp.runtime.comm.messages import Channel, RecvRequest
 
@@ -138,7 +137,7 @@ def allreduce(
     channel: Channel, array: Array, op: str, sent_as: Any, tag: int, label: str
 ) -> Steps[Array]:
     """The steps of a reduction to all ranks."""
-    combine = _operation(op)
+    combine = _OPERATIONS[op]
     wire = dtype_on_wire(array.dtype, sent_as)
     flat = np.ascontiguousarray(array).reshape(-1)
     size, length = channel.size, flat.size
@@ -167,12 +166,7 @@ def reduce_scatter(
     label: str,
 ) -> Steps[Array]:
     """The steps of a reduction that leaves each rank its part."""
-    combine = _operation(op)
-    if len(counts) != channel.size or sum(counts) != array.size:
-        raise CommunicationError(
-            f"counts are {channel.size} lengths, one for each rank, that add up to the "
-            f"{array.size} elements of the array. Received: counts={list(counts)}"
-        )
+    combine = _OPERATIONS[op]
     wire = dtype_on_wire(array.dtype, sent_as)
     sent = _rounded(np.ascontiguousarray(array).reshape(-1), wire)
     segments = segments_of(counts)
@@ -189,23 +183,12 @@ def allgather(
 ) -> Steps[list[Array]]:
     """The steps of a gathering of the rows of all ranks."""
     counts = [len(arrays[0])] * channel.size if rows is None else list(rows)
-    if len(counts) != channel.size or any(len(a) != counts[channel.rank] for a in arrays):
-        raise CommunicationError(
-            f"rows are {channel.size} numbers, one for each rank, this one's as its arrays "
-            f"have. Received: rows={counts} and arrays of {[len(a) for a in arrays]} rows"
-        )
     outs = [empty((sum(counts), *array.shape[1:]), array.dtype) for array in arrays]
     segments = segments_of(counts)
     for out, array in zip(outs, arrays, strict=True):
         out[segments[channel.rank]] = array
     yield from _spread(channel, outs, [segments] * len(outs), tag, label)
     return outs
-
-
-def _operation(op: str) -> Callable[..., Array]:
-    if op not in _OPERATIONS:
-        raise CommunicationError(f'op is "sum", "max" or "min". Received: op={op!r}')
-    return _OPERATIONS[op]
 
 
 def _others(channel: Channel) -> list[int]:

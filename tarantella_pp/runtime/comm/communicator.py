@@ -68,13 +68,13 @@ class Communicator:
         No tensor is copied, unless its memory is not contiguous: do not change them before they
         have arrived. References to them are kept until then.
         """
-        return self._channel_to("dest", dest, tag, label).send(arrays, dest, tag, label)
+        return self._channel_for(tag, label).send(arrays, dest, tag, label)
 
     def post_receive(
         self, specs: Sequence[TensorSpec], source: int, tag: int, *, label: str = ""
     ) -> RecvRequest:
         """Makes ready to receive the tensors of one message, and returns at once."""
-        return self._channel_to("source", source, tag, label).receive(specs, source, tag, label)
+        return self._channel_for(tag, label).receive(specs, source, tag, label)
 
     def progress(self) -> None:
         """Moves on all messages and collectives that this rank has begun; never waits.
@@ -130,7 +130,7 @@ class Communicator:
         """
         if self._channel is None or self.size == 1:
             return finished(array)
-        first = self._first_tag(tag, label)
+        first = self._tag_of_collective(tag)
         steps = collectives.allreduce(self._channel, array, op, sent_as, first, label)
         return self.start(steps, label)
 
@@ -150,7 +150,7 @@ class Communicator:
         """
         if self._channel is None or self.size == 1:
             return finished(array.reshape(-1))
-        first = self._first_tag(tag, label)
+        first = self._tag_of_collective(tag)
         steps = collectives.reduce_scatter(self._channel, array, counts, op, sent_as, first, label)
         return self.start(steps, label)
 
@@ -165,7 +165,7 @@ class Communicator:
         """Starts to gather the rows of all ranks, and returns at once."""
         if self._channel is None or self.size == 1:
             return finished([*arrays])
-        first = self._first_tag(tag, label)
+        first = self._tag_of_collective(tag)
         return self.start(collectives.allgather(self._channel, arrays, rows, first, label), label)
 
     def start(self, steps: Steps[_Result], label: str) -> CollectiveRequest[_Result]:
@@ -258,27 +258,22 @@ class Communicator:
             os._exit(code)
         self._channel.comm.Abort(code)
 
-    def _first_tag(self, tag: int, label: str) -> int:
+    def _tag_of_collective(self, tag: int) -> int:
         """The first of the two tags that the messages of a collective may have."""
-        if not 0 <= tag < self.largest_tag // 2:
-            raise CommunicationError(
-                f"The tag of a collective is a number from 0 to {self.largest_tag // 2 - 1}. "
-                f"Received: tag={tag} for {label or 'a collective'}"
-            )
         return self.largest_tag + 1 + 2 * tag
 
-    def _channel_to(self, name: str, peer: int, tag: int, label: str) -> Channel:
+    def _channel_for(self, tag: int, label: str) -> Channel:
         """The channel for messages to or from another rank."""
-        received = f"Received: {name}={peer}, tag={tag} for {label or 'a message'}"
         if self._channel is None:
             raise CommunicationError(
-                "This job has one process, which cannot exchange messages with itself. "
-                f"{received}. Start it with `tarantella -n <ranks> -- <script>` to have more."
+                "This job has one process, which cannot exchange messages with itself. Start it "
+                "with `tarantella -n <ranks> -- <script>` to have more. "
+                f"Received: tag={tag} for {label or 'a message'}"
             )
-        if not (0 <= peer < self.size and peer != self.rank and 0 <= tag <= self.largest_tag):
+        if tag > self.largest_tag:  # which are those of collectives
             raise CommunicationError(
-                f"{name} is another rank from 0 to {self.size - 1} than this one, {self.rank}, and "
-                f"a tag a number from 0 to {self.largest_tag}, the limit of this MPI. {received}"
+                f"Tags of this MPI go up to {self.largest_tag}: take fewer micro-batches. "
+                f"Received: tag={tag} for {label or 'a message'}"
             )
         return self._channel
 

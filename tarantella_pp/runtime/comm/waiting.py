@@ -212,47 +212,39 @@ class Waiter:
         `check()` raises if the wait is in vain. Whoever can say with `coming()` how many bytes are
         known to come is rung for.
         """
-        if done():
+        if done() or self._spin(done):
             return
-        spin = SPIN_SECONDS_SHARED if self._wakeup.crowded else SPIN_SECONDS
-        end = time.perf_counter() + spin
-        contended = False
-        while not contended and (now := time.perf_counter()) < end:
-            os.sched_yield()
-            contended = time.perf_counter() - now > _CONTENDED_SECONDS
-            if done():
-                return
         near = all(map(self._wakeup.reaches, peers))
         pace = (RUNG_FOR if coming else NOT_RUNG_FOR) if near else FROM_ELSEWHERE
         sleep = _Sleep(self._wakeup, peers, pace, coming or int)
         limits = self._limits if limited else Limits(0.0, 0.0)
-        self._sleep_until(done, what, check, sleep, limits)
-
-    def _sleep_until(
-        self,
-        done: Callable[[], bool],
-        what: Callable[[], str],
-        check: Callable[[], None] | None,
-        sleep: _Sleep,
-        limits: Limits,
-    ) -> None:
-        start = time.perf_counter()
-        warn, next_check = limits.warn, _CHECK_SECONDS
-        while not any(done() for _ in range(sleep.pace.polls)):
+        start, warn, next_check = time.perf_counter(), limits.warn, _CHECK_SECONDS
+        while not any(done() for _ in range(pace.polls)):
             waited = time.perf_counter() - start
             if waited >= next_check:
                 next_check = waited + _CHECK_SECONDS
                 if check is not None:
                     check()
                 if 0 < warn <= waited:
-                    warn = 0.0
-                    where = self._where()
+                    warn, where = 0.0, self._where()
                     _LOG.warning(
                         "rank %d has waited %.0f s%s for %s", self._rank, waited, where, what()
                     )
                 if 0 < limits.timeout <= waited:
                     self._give_up(what(), waited)
             sleep.once(self._between())
+
+    def _spin(self, done: Callable[[], bool]) -> bool:
+        """Polls for a moment, as long as nobody else wants the core."""
+        end = time.perf_counter() + (SPIN_SECONDS_SHARED if self._wakeup.crowded else SPIN_SECONDS)
+        while (now := time.perf_counter()) < end:
+            os.sched_yield()
+            contended = time.perf_counter() - now > _CONTENDED_SECONDS
+            if done():
+                return True
+            if contended:
+                return False
+        return False
 
     def _give_up(self, what: str, waited: float) -> None:
         raise CommunicationError(
@@ -269,7 +261,7 @@ class _Sleep:
     ) -> None:
         self._wakeup = wakeup
         self._peers = peers
-        self.pace = pace
+        self._pace = pace
         self._coming = coming
         self._since = time.perf_counter()
         self._next_ask = 0.0
@@ -291,6 +283,6 @@ class _Sleep:
             os.sched_yield()
             pause = 0.0
         else:
-            pause = min(waited * self.pace.share, self.pace.longest)
+            pause = min(waited * self._pace.share, self._pace.longest)
         if self._wakeup.sleep(pause):
             self._since = time.perf_counter()

@@ -137,10 +137,8 @@ def test_the_group_of_one_process() -> None:
     assert alone.split(3) is alone
     with alone.call("fit", epochs=2):
         pass
-    with pytest.raises(CommunicationError, match="dest=1"):
+    with pytest.raises(CommunicationError, match="one process"):
         alone.send([array], 1, 0)
-    with pytest.raises(CommunicationError, match="source=0"):
-        alone.post_receive([TensorSpec((3,), "float64")], 0, 0)
 
 
 NAMES = st.sampled_from(["bool", "int8", "float16", "bfloat16", "float32", "float64", "complex128"])

@@ -124,11 +124,8 @@ def test_seconds_between_and_beyond_measured_sizes():
     [
         ({"version": 2}, "version must be 1"),
         ({"rows": [4, 2]}, "ascending"),
-        ({"rows": []}, "rows must be"),
         ({"nodes": [{"name": "a", "forward": [], "backward": [1.0]}]}, "nodes.0."),
-        ({"nodes": [{"name": "a", "forward": [-1.0], "backward": [1.0]}]}, "nodes.0."),
         ({"extra": 1}, "unknown field"),
-        ({"threads": "1"}, "Expected `int`"),
     ],
 )
 def test_broken_profiles_are_refused(tmp_path, change, message):

@@ -34,17 +34,12 @@ def groups_of(rank):
     return ProcessGroups(world, pipeline, peers, ((0, 1), (2, 3)))
 
 
-def test_each_pipeline_updates_all_weights():
-    for rank in range(4):
-        own = [table(rank, False).trains(weight) for weight in WEIGHTS]
-        assert own == ([True] * 3 + [False] * 2 if rank % 2 == 0 else [False] * 3 + [True] * 2)
-
-
 def test_replicas_share_out_the_weights_of_a_stage():
     trainers = [[row.trainer for row in table(rank, True).rows] for rank in range(4)]
     assert trainers == [[0, 2, 2, 1, 3, 0]] * 4
-    found = [sum(table(rank, True).trains(w) for rank in range(4)) for w in WEIGHTS]
-    assert found == [1] * len(WEIGHTS)
+    for sharded, times in ((True, 1), (False, 2)):  # on one rank, or on one of each pipeline
+        found = [sum(table(rank, sharded).trains(w) for rank in range(4)) for w in WEIGHTS]
+        assert found == [times] * len(WEIGHTS)
     rows = table(0, True).rows
     assert [row.replica for row in rows] == [0, 1, 1, 0, 1, 0]
     assert [row.variable for row in rows] == [*WEIGHTS, UNUSED]

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from tarantella_pp.errors import ConfigurationError, PlanError, checked_count
+from tarantella_pp.internals.training import gpu_in_use
 from tarantella_pp.models.make_plan import best_plan, default_machine
 from tarantella_pp.models.model_validation import needs_whole_batch, replicas_of
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
@@ -36,7 +37,7 @@ def agreed_plan(
         machine = _with_link(default_machine(), communicator, exact=options.balance == "time")
         options = replace(options, machine=machine)
         if options.memory_limit is None:
-            memory = memory_of_each_rank(communicator)
+            memory = memory_of_each_rank(communicator, gpu_in_use())
 
     def make() -> str:
         if plan is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.internals.training import gpu_in_use
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan import Plan
@@ -147,7 +148,7 @@ class MemoryCheck:
         plan = self._of(rows, outputs)
         self._refuse(plan)
         if plan.limits is None and rows > self._plan.batch_size:
-            self._compare(plan, memory_of_each_rank(self._groups.world))
+            self._compare(plan, memory_of_each_rank(self._groups.world, gpu_in_use()))
         self.largest = plan
 
     def forget(self) -> None:

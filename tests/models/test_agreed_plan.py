@@ -18,7 +18,7 @@ OPTIONS = {"num_stages": 2, "num_micro_batches": 2, "batch_size": 4096, "schedul
 
 
 def planned(monkeypatch, memory, **options):
-    monkeypatch.setattr(agreed_plan, "memory_of_each_rank", lambda communicator: memory)
+    monkeypatch.setattr(agreed_plan, "memory_of_each_rank", lambda *_: memory)
     return PipelineModel(models.causal_attention(), **OPTIONS, **options).plan
 
 

@@ -7,22 +7,21 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 
-from tarantella_pp.internals.training import gpu_in_use
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 
 PROC, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
-def memory_of_each_rank(communicator: Communicator) -> int:
+def memory_of_each_rank(communicator: Communicator, gpu: Any) -> int:
     """Bytes that each rank may take: the smallest share of a device, on all ranks the same.
 
     A rank's device is its GPU, which it may share, or else its host.
     """
-    gpu = gpu_in_use()
     place = [socket.gethostname(), gpu.name if gpu else ""]
     there = communicator.allgather_json(place).count(place)
     own = (gpu.nbytes if gpu else memory_of_host()) // there

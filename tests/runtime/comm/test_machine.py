@@ -99,6 +99,5 @@ def test_ranks_of_a_device_share_it_and_the_smallest_share_holds(monkeypatch, ra
 
     for rank, (host, gpu, memory) in enumerate(ranks):
         monkeypatch.setattr(machine.socket, "gethostname", lambda host=host: host)
-        monkeypatch.setattr(machine, "gpu_in_use", lambda gpu=gpu: gpu)
         monkeypatch.setattr(machine, "memory_of_host", lambda memory=memory: memory)
-        assert machine.memory_of_each_rank(Three(rank)) == expected
+        assert machine.memory_of_each_rank(Three(rank), gpu) == expected

@@ -30,32 +30,23 @@ _RUN_USER_CODE = ("fit", "evaluate", "predict")
 
 
 class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
-    """A call of one rank."""
+    """A call of one rank, as others hear of it."""
 
     method: str  # the method; empty for the end of the script
     place: str = ""  # file and line of the user's script
     facts: dict[str, str] = {}  # what must be the same on all ranks, as text
     failed: str = ""  # what this rank's last call ended with, if it was an error
-
-    def text(self, fact: str | None = None) -> str:
-        """Names the call, with one of its facts."""
-        argument = "" if fact is None else f"{fact}={self.facts.get(fact, 'nothing')}"
-        return f"{self.method}({argument}) at {self.place}" if self.method else "the script's end"
-
-
-END = CollectiveCall("")
-
-
-class Announcement(msgspec.Struct, frozen=True, array_like=True):
-    """A call, as others hear of it."""
-
-    number: int  # how many announcements there were before
-    call: CollectiveCall
+    number: int = 0  # how many it has told of before
     # Whether the rank has been in it for long, and another one keeps it waiting
     unfinished: bool = False
     broken: str = ""  # why this rank can make no more calls; empty if it can
     # How many messages the other rank was sent so far, by group and tag
     sent: list[tuple[tuple[int, int], int]] = []
+
+    def text(self, fact: str | None = None) -> str:
+        """Names the call, with one of its facts."""
+        argument = "" if fact is None else f"{fact}={self.facts.get(fact, 'nothing')}"
+        return f"{self.method}({argument}) at {self.place}" if self.method else "the script's end"
 
 
 class Agreement:
@@ -64,7 +55,7 @@ class Agreement:
     def __init__(self, mpi: Any, comm: Any, ring: Callable[[int], object]) -> None:
         # How many messages each rank was sent, by group and tag
         self.sent: defaultdict[int, Counter[tuple[int, int]]] = defaultdict(Counter)
-        self.number = 0  # of announcements; the same on all ranks
+        self.number = 0  # of calls; the same on all ranks
         self._mpi = mpi
         self._comm = comm
         self._ring = ring
@@ -72,8 +63,8 @@ class Agreement:
         self._size: int = comm.Get_size()
         self._others = [rank for rank in range(self._size) if rank != self._rank]
         self._calls: list[CollectiveCall] = []
-        self._heard: dict[int, dict[int, Announcement]] = defaultdict(dict)
-        self._ended: dict[int, Announcement] = {}
+        self._heard: dict[int, dict[int, CollectiveCall]] = defaultdict(dict)
+        self._ended: dict[int, CollectiveCall] = {}
         self._outgoing: list[tuple[Any, Any]] = []
         self._broken = ""
         self._failed = ""
@@ -125,7 +116,7 @@ class Agreement:
     def end(self, waiter: Waiter) -> None:
         """Tells the others that this rank's script has ended, and waits until all have."""
         self._calls.clear()
-        self._tell(END)
+        self._tell(CollectiveCall(""))
 
         def all_ended() -> bool:
             self._listen()
@@ -134,7 +125,7 @@ class Agreement:
         waiter.until(all_ended, lambda: "the other ranks to end", limited=False)
 
     def _refuse(self, waiter: Waiter) -> None:
-        """Joins the others in their announcement, with the call that cannot be finished."""
+        """Joins the others in their call, with the call that cannot be finished."""
         try:
             self._announce(waiter, self._unfinished_call(), unfinished=True)
         except ConfigurationError as error:
@@ -174,41 +165,41 @@ class Agreement:
             self._broken = self._broken or next(broken, "")  # which is why this rank cannot, either
             raise ConfigurationError(reason)
 
-    def _tell(self, call: CollectiveCall, unfinished: bool = False) -> Announcement:
+    def _tell(self, call: CollectiveCall, unfinished: bool = False) -> CollectiveCall:
         """Tells all ranks what this one does, and what it has sent them."""
         self.number += 1
-        mine = Announcement(self.number, call, unfinished, self._broken)
+        mine = msgspec.structs.replace(
+            call, number=self.number, unfinished=unfinished, broken=self._broken
+        )
         for rank in self._others:
-            self._send(msgspec.structs.replace(mine, sent=[*self.sent[rank].items()]), rank)
+            told = msgspec.structs.replace(mine, sent=[*self.sent[rank].items()])
+            data = np.frombuffer(msgspec.msgpack.encode(told), np.uint8)
+            self._outgoing.append((data, self._comm.Isend((data, self._mpi.BYTE), rank, _TAG)))
+            self._ring(rank)
         return mine
-
-    def _send(self, message: Announcement, rank: int) -> None:
-        data = np.frombuffer(msgspec.msgpack.encode(message), np.uint8)
-        self._outgoing.append((data, self._comm.Isend((data, self._mpi.BYTE), rank, _TAG)))
-        self._ring(rank)
 
     def _delivered(self) -> bool:
         self._outgoing = [(data, request) for data, request in self._outgoing if not request.Test()]
         return not self._outgoing
 
     def _listen(self) -> None:
-        """Takes the announcements that have arrived; never waits."""
+        """Takes the calls that have arrived; never waits."""
         status = self._mpi.Status()
         while arrived := self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, status):
             data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
             arrived.Recv((data, self._mpi.BYTE))
-            message = msgspec.msgpack.decode(data.data, type=Announcement)
-            if message.call == END:
-                self._ended[status.source] = message
-            else:
+            message = msgspec.msgpack.decode(data.data, type=CollectiveCall)
+            if message.method:
                 self._heard[message.number][status.source] = message
+            else:
+                self._ended[status.source] = message
 
-    def _next_of(self, rank: int) -> Announcement | None:
-        """The announcement of a rank that this one has not answered yet."""
+    def _next_of(self, rank: int) -> CollectiveCall | None:
+        """The call of a rank that this one has not answered yet."""
         self._listen()
         return self._heard.get(self.number + 1, {}).get(rank) or self._ended.get(rank)
 
-    def _said(self, mine: Announcement) -> dict[int, Announcement]:
+    def _said(self, mine: CollectiveCall) -> dict[int, CollectiveCall]:
         """What is known of all ranks."""
         # A rank that has ended since took part in this call: it has said so before.
         ended = {rank: one for rank, one in self._ended.items() if one.number <= mine.number}
@@ -216,7 +207,7 @@ class Agreement:
         return dict(sorted({**ended, **heard, self._rank: mine}.items()))
 
 
-def disagreement(said: Mapping[int, Announcement]) -> str:
+def disagreement(said: Mapping[int, CollectiveCall]) -> str:
     """Says how the calls of ranks differ, or why none of them can be made."""
     for one in said.values():
         if one.broken:
@@ -225,18 +216,18 @@ def disagreement(said: Mapping[int, Announcement]) -> str:
                 "and what the other ranks have sent or trained meanwhile is not known. Start the "
                 "script again, from what was saved last."
             )
-    names = {one.call.method for one in said.values()}
+    names = {one.method for one in said.values()}
     if len(names) > 1 or any(one.unfinished for one in said.values()):
         texts = {
-            rank: one.call.text()
+            rank: one.text()
             + (", not finished," if one.unfinished else "")
-            + (f" after {one.call.failed}" if one.call.failed else "")
+            + (f" after {one.failed}" if one.failed else "")
             for rank, one in said.items()
         }
         return _refusal(texts)
-    for fact in sorted({name for one in said.values() for name in one.call.facts}):
-        if len({one.call.facts.get(fact) for one in said.values()}) > 1:
-            return _refusal({rank: one.call.text(fact) for rank, one in said.items()})
+    for fact in sorted({name for one in said.values() for name in one.facts}):
+        if len({one.facts.get(fact) for one in said.values()}) > 1:
+            return _refusal({rank: one.text(fact) for rank, one in said.items()})
     return ""
 
 

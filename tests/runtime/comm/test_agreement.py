@@ -11,8 +11,6 @@ import pytest
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.runtime.comm.agreement import (
-    END,
-    Announcement,
     CollectiveCall,
     disagreement,
 )
@@ -23,17 +21,14 @@ needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
 _ONE = [TensorSpec((1,), "float64")]
 
 
-def said(number=1, call=END, unfinished=False, broken=""):
-    return Announcement(number, call, unfinished, broken)
-
-
 def test_the_end_of_a_script_and_a_call_that_cannot_go_on_are_no_calls():
     fit = CollectiveCall("fit", "a.py:1")
-    text = disagreement({0: said(call=fit, unfinished=True), 1: said()})
+    late = CollectiveCall("fit", "a.py:1", unfinished=True)
+    text = disagreement({0: late, 1: CollectiveCall("")})
     assert "fit() at a.py:1, not finished, on rank 0; the script's end on rank 1" in text
-    assert disagreement({0: said(call=fit, unfinished=True), 1: said(call=fit, unfinished=True)})
+    assert disagreement({0: late, 1: late})
     assert "KeyboardInterrupt" in disagreement(
-        {0: said(call=fit), 1: said(broken="KeyboardInterrupt")}
+        {0: fit, 1: CollectiveCall("", broken="KeyboardInterrupt")}
     )
 
 

@@ -57,7 +57,7 @@ class StepProgram:
         self._bounds = [update.place for update in trace.updates]
         self._carve = SubgraphExtractor(trace.function).extract
         count = len(self._bounds) + 1
-        wanted: list[list[tf.Tensor]] = [list(update.tensors) for update in trace.updates]
+        wanted: list[list[tf.Tensor]] = [list(update.gradients.tensors) for update in trace.updates]
         wanted.append(trace.outputs)
         self._parts: list[_Part] = []
         for number in reversed(range(count)):
@@ -72,7 +72,7 @@ class StepProgram:
             values = part.call(*(known[tensor.ref()] for tensor in part.needs))
             known |= {t.ref(): value for t, value in zip(part.gives, values, strict=True)}
             if number < len(self._bounds):
-                wanted = self._trace.updates[number].tensors
+                wanted = self._trace.updates[number].gradients.tensors
                 update(number, [known[tensor.ref()] for tensor in wanted])
         return [known[tensor.ref()] for tensor in self._trace.outputs]
 
@@ -130,27 +130,24 @@ class SharedValues:
         self._counted = [value_of(variable) for variable, _ in self._drawn]
         self._count(self._ranks.rank)
 
-    def finish(self, values: Sequence[tf.Tensor], share: float) -> list[Array]:
+    def finish(self, results: Sequence[tf.Tensor], share: float) -> list[Array]:
         """Brings together what one step has made; all replicas must call it."""
+        kinds = [*(kind for _, kind in self._added), *self._results]
+        values = [value_of(variable) for variable, _ in self._added]
+        values += [value.numpy() for value, _ in zip(results, self._results, strict=False)]
+        before = [*self._before, *np.zeros(len(self._results))]
         mine = [
-            _part(value_of(variable), before, share, kind)
-            for (variable, kind), before in zip(self._added, self._before, strict=True)
-        ]
-        mine += [
-            _part(value.numpy(), 0.0, share, kind)
-            for value, kind in zip(values, self._results, strict=False)
+            _part(value, start, share, kind)
+            for value, start, kind in zip(values, before, kinds, strict=True)
         ]
         flat = np.concatenate([np.zeros(0), *map(np.ravel, mine)])
         total = self._ranks.start_allreduce(flat, label="state and logs of the step").wait()
-        ends = np.cumsum([0, *map(np.size, mine)])
-        found = [
-            total[begin:end].reshape(np.shape(part))
-            for begin, end, part in zip(ends, ends[1:], mine, strict=False)
-        ]
-        for (variable, kind), before, whole in zip(self._added, self._before, found, strict=False):
-            whole = whole + before if kind == SUM else whole
-            whole = np.rint(whole) if before.dtype.kind in "iub" else whole
-            variable.assign(whole.astype(before.dtype))
+        pieces = np.split(total, np.cumsum([part.size for part in mine]))
+        found = [piece.reshape(part.shape) for piece, part in zip(pieces, mine, strict=False)]
+        for (variable, kind), start, whole in zip(self._added, self._before, found, strict=False):
+            whole = whole + start if kind == SUM else whole
+            whole = np.rint(whole) if start.dtype.kind in "iub" else whole
+            variable.assign(whole.astype(start.dtype))
         self._count(self._ranks.size)
         return found[len(self._added) :]
 

@@ -68,30 +68,23 @@ class StepKinds(NamedTuple):
 
 
 class StepProbe:
-    """Tries a traced step out.
-
-    Attributes:
-        gradients: The kinds that each gradient may be of, by update and by variable.
-        results: Those of each value that the step returns.
-        state: Those of each variable that it writes.
-        drawn: What a step adds to each variable that counts random numbers, by its position.
-        fixed: The gradients with slices at the same places whatever the samples are.
-        finite: The updates all of whose gradients were numbers in some trial.
-    """
+    """Tries a traced step out, and finds the kinds that each value may be of."""
 
     def __init__(self, trace: StepTrace) -> None:
         updates = trace.updates
         dense = {
             (n, i): g for n, u in enumerate(updates) for i, g in enumerate(u.dense) if g is not None
         }
-        slices = {(n, i): g[1] for n, i in dense if len(g := updates[n].gradients[i]) == 2}
+        parts = {(n, i): updates[n].gradients.parts[i] for n, i in dense}
+        slices = {key: tensors[1] for key, tensors in parts.items() if len(tensors) == 2}
         self._sparse = list(slices)
         self.gradients = dict.fromkeys(dense, ALL)
         self.results = [ALL] * len(trace.outputs)
         self.state = [ALL] * len(trace.written)
+        # What a step adds to each variable that counts random numbers, by its position
         self.drawn: dict[int, list[float]] = {}
-        self.fixed = set(slices)
-        self.finite: set[int] = set()
+        self.fixed = set(slices)  # gradients with slices at the same places whatever samples are
+        self.finite: set[int] = set()  # the updates whose gradients were numbers in some trial
         self._make = functools.partial(
             PartsProbe,
             trace.function,
@@ -229,9 +222,10 @@ def _state(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
         order: tuple[str, ...] = (SAME, SUM, MEAN)
         if i in probe.drawn or variable.ref() in updated:
             order = (SAME,)
-        if trace.is_of_samples(variable):  # which may show with other samples only
+        of_samples, bends = trace.written_with(variable)
+        if of_samples:  # which may show with other samples only
             order = tuple(kind for kind in order if kind != SAME)
-        kind = None if trace.bends(variable) else chosen(kinds, order)
+        kind = None if bends else chosen(kinds, order)
         if kind is None:
             raise UnsupportedModelError(
                 f"{what} writes '{variable.name}' with what mixes samples: it is {_NEITHER}. Keep "

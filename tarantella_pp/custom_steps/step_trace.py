@@ -16,7 +16,7 @@ from tarantella_pp.custom_steps.distributed_optimizer import averages_gradients
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.training import updates_taken, variables_for
 from tarantella_pp.runtime.probes.linearity import following, nonlinear_write
-from tarantella_pp.runtime.stage.graph_functions import frontier
+from tarantella_pp.runtime.stage.graph_functions import FlatGradients, frontier
 from tarantella_pp.runtime.stage.graph_split import has_effect
 from tarantella_pp.runtime.stage.side_effects import effects_of
 
@@ -30,28 +30,19 @@ class Update:
 
     optimizer: Any  # the optimizer
     variables: list[Any]  # what it is to update
-    # For each of them the tensors of its gradient: one, values and indices of slices, or none
-    # where there is no gradient
-    gradients: list[list[tf.Tensor]]
+    gradients: FlatGradients  # one for each of them
     dense: list[tf.Tensor | None]  # the same gradients, slices added up
     place: int  # how many operations there were before
 
-    @property
-    def tensors(self) -> list[tf.Tensor]:
-        """The tensors of all gradients."""
-        return [tensor for parts in self.gradients for tensor in parts]
-
     def rebuilt(self, tensors: Sequence[Any]) -> list[Any]:
-        """Makes gradients of other values in the places of `tensors`."""
-        given = iter(tensors)
-        found: list[Any] = []
-        for parts, variable in zip(self.gradients, self.variables, strict=True):
-            values = [next(given) for _ in parts]
-            if len(values) == 2:
-                shape = tf.constant(list(variable.shape))
-                values = [tf.IndexedSlices(*values, dense_shape=shape)]
-            found.append(values[0] if values else None)
-        return found
+        """Makes gradients of other values in the places of those of `gradients`."""
+        pairs = zip(self.gradients.rebuilt(tensors), self.variables, strict=True)
+        return [
+            tf.IndexedSlices(g.values, g.indices, tf.constant(list(v.shape)))
+            if isinstance(g, tf.IndexedSlices)
+            else g
+            for g, v in pairs
+        ]
 
 
 class StepTrace:
@@ -59,12 +50,6 @@ class StepTrace:
 
     Nothing is applied in it: optimizers hand over their gradients, and the step goes on as if the
     weights had been updated. `StepProgram` cuts it there.
-
-    Attributes:
-        function: The traced function.
-        inputs: The tensors of the batch in its graph.
-        updates: The calls of `apply`, in order.
-        results: What the step returns, in its own structure, as tensors or `None`.
     """
 
     def __init__(
@@ -78,8 +63,8 @@ class StepTrace:
         self._what = what
         self._around = around
         self._traced: Any = None
-        self.updates: list[Update] = []
-        self.results: Any = None
+        self.updates: list[Update] = []  # calls of `apply`, in order
+        self.results: Any = None  # in the structure that the step returns, tensors or `None`
         traced = tf.function(self._trace, input_signature=list(specs), autograph=False)
         self.function = traced.get_concrete_function()
         self.inputs = self.function.inputs[: len(specs)]
@@ -116,21 +101,18 @@ class StepTrace:
         return [known[handle] for handle in handles if handle in known]
 
     @functools.cached_property
-    def of_samples(self) -> set[tf.Operation]:
+    def of_samples(self) -> set[Any]:
         """The operations whose results follow from what samples contain."""
         return following(self.graph, self.inputs)
 
-    def is_of_samples(self, variable: tf.Variable) -> bool:
-        """Whether the step writes a variable with what follows from samples."""
-        pairs = self.graph.captures
-        return any(i.op in self.of_samples for o, i in pairs if o is variable.handle)
-
-    def bends(self, variable: tf.Variable) -> bool:
-        """Whether it is written with what does not follow linearly from a sum over samples."""
-        names = [inner.op.name for outer, inner in self.graph.captures if outer is variable.handle]
+    def written_with(self, variable: tf.Variable) -> tuple[bool, bool]:
+        """Whether a variable is written with what follows from samples, and not linearly."""
+        own = [inner.op for outer, inner in self.graph.captures if outer is variable.handle]
+        names = {op.name for op in own}
         writes = {effect.operation for effect in self._effects if effect.argument in names}
         operations = map(self.graph.get_operation_by_name, writes)
-        return any(nonlinear_write(op, self.of_samples) for op in operations)
+        bends = any(nonlinear_write(op, self.of_samples) for op in operations)
+        return not self.of_samples.isdisjoint(own), bends
 
     @functools.cached_property
     def of_variables(self) -> list[int]:
@@ -154,8 +136,9 @@ class StepTrace:
         by_name = {op.name: place for op, place in places.items()}
         writes = [(effect.argument, by_name[effect.operation] + 1) for effect in self._effects]
         for update in self.updates:
-            handles = map(_handle, [*update.variables, *update.optimizer.variables])
-            writes += [(names.get(id(handle)), update.place) for handle in handles]
+            for variable in [*update.variables, *update.optimizer.variables]:
+                own = variable.value if isinstance(variable, keras.Variable) else variable
+                writes.append((names.get(id(own.handle)), update.place))
         ends: dict[str, int] = {}
         for name, place in writes:
             if name is not None:
@@ -210,10 +193,10 @@ class StepTrace:
                 f"{self._what} applies {len(gradients)} gradients to {len(variables)} variables of "
                 f"optimizer '{optimizer.name}'. Pass one for each, `None` where there is none."
             )
-        parts = [_parts(gradient) for gradient in gradients]
         place = len(graph.get_operations())
         dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-        self.updates.append(Update(optimizer, variables, parts, dense, place))
+        flat = FlatGradients(gradients)
+        self.updates.append(Update(optimizer, variables, flat, dense, place))
 
     def _check_random(self) -> None:
         """Refuses random numbers that would be the same on all replicas, whatever seeds say."""
@@ -235,15 +218,3 @@ def _digest(nodes: Iterable[Any]) -> bytes:
         value = node.attr["value"].tensor.SerializeToString() if node.op == "Const" else b""
         found.update(node.op.encode() + value)
     return found.digest()
-
-
-def _parts(gradient: Any) -> list[tf.Tensor]:
-    if gradient is None:
-        return []
-    if isinstance(gradient, tf.IndexedSlices):
-        return [gradient.values, gradient.indices]
-    return [tf.convert_to_tensor(gradient)]
-
-
-def _handle(variable: Any) -> Any:
-    return (variable.value if isinstance(variable, keras.Variable) else variable).handle

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -44,26 +45,47 @@ _EXTREMES = {"Max", "Min", "Prod", "Any", "All", "EuclideanNorm"}
 _SIZES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
 
 
-def following(graph: tf.Graph, inputs: Iterable[tf.Tensor]) -> set[tf.Operation]:
-    """The operations whose results follow from what samples contain, variables among them."""
-    found = {tensor.op for tensor in inputs}
+def following(graph: tf.Graph, inputs: Iterable[tf.Tensor]) -> set[Any]:
+    """The operations whose results follow from what samples contain, variables among them.
+
+    Of what a function returns not all need follow from them: the tensors that do are in it, too.
+    """
+    found: set[Any] = {tensor.op for tensor in inputs}
     for op in graph.get_operations():
-        if op.type not in _SIZES and any(tensor.op in found for tensor in op.inputs):
+        if op.type not in _SIZES and any(_follows(tensor, found) for tensor in op.inputs):
             found.add(op)
-            if has_effect(op):  # what reads the variable later follows from them, too
-                found |= {tensor.op for tensor in op.inputs if tensor.dtype == tf.resource}
+            # What reads a variable later follows from what is written to it, too.
+            found |= {tensor.op for tensor in _written(op)}
+            if (body := body_of(op)) is not None:
+                inside = _following_in(body, op, found)
+                pairs = zip(body.outputs, op.outputs, strict=False)
+                found |= {outer.ref() for inner, outer in pairs if _follows(inner, inside)}
     return found
 
 
-def uses_of_sums(
-    tensors: Sequence[tf.Tensor], follows: set[tf.Operation]
-) -> Iterator[tf.Operation]:
+def _follows(tensor: tf.Tensor, follows: set[Any]) -> bool:
+    return tensor.op in follows and (body_of(tensor.op) is None or tensor.ref() in follows)
+
+
+def _written(op: tf.Operation) -> list[tf.Tensor]:
+    """The variables that an operation writes."""
+    resources = [tensor for tensor in op.inputs if tensor.dtype == tf.resource]
+    if not (resources and has_effect(op)):
+        return []
+    if (body := body_of(op)) is None:
+        return resources
+    inside = {tensor.ref() for each in body.get_operations() for tensor in _written(each)}
+    pairs = zip(body.inputs, op.inputs, strict=True)
+    return [outer for inner, outer in pairs if inner.ref() in inside]
+
+
+def uses_of_sums(tensors: Sequence[tf.Tensor], follows: set[Any]) -> Iterator[tf.Operation]:
     """The operations above some tensors that are given a sum over samples, in their order."""
-    _, above = frontier(tensors, lambda tensor: tensor.op not in follows)
+    _, above = frontier(tensors, lambda tensor: not _follows(tensor, follows))
     for op in tensors[0].graph.get_operations() if tensors else ():
         if op not in above:
             continue
-        given = [tensor for tensor in op.inputs if tensor.op in follows]
+        given = [tensor for tensor in op.inputs if _follows(tensor, follows)]
         body = body_of(op)
         if body is None:
             used = any(map(_is_sum, op.outputs if op.type in _EXTREMES else given))
@@ -73,7 +95,7 @@ def uses_of_sums(
             yield op
 
 
-def nonlinear(tensors: Sequence[tf.Tensor], follows: set[tf.Operation]) -> tf.Operation | None:
+def nonlinear(tensors: Sequence[tf.Tensor], follows: set[Any]) -> tf.Operation | None:
     """An operation whose results for parts do not add up to its result for a sum over samples.
 
     What branches and loops do inside is not looked at.
@@ -81,26 +103,24 @@ def nonlinear(tensors: Sequence[tf.Tensor], follows: set[tf.Operation]) -> tf.Op
     return next(nonlinear_uses(tensors, follows), None)
 
 
-def nonlinear_uses(
-    tensors: Sequence[tf.Tensor], follows: set[tf.Operation]
-) -> Iterator[tf.Operation]:
+def nonlinear_uses(tensors: Sequence[tf.Tensor], follows: set[Any]) -> Iterator[tf.Operation]:
     """All such operations; see `nonlinear`."""
     return (op for op in uses_of_sums(tensors, follows) if not _is_linear(op, follows))
 
 
-def sums_of(users: Sequence[tf.Operation], follows: set[tf.Operation]) -> list[tf.Tensor] | None:
+def sums_of(users: Sequence[tf.Operation], follows: set[Any]) -> list[tf.Tensor] | None:
     """The sums that operations use, not those made of others; `None` if a function makes some."""
     found = {}
     for op in users:
         if body_of(op) is not None:
             return None
-        given = [t for t in op.inputs if t.op in follows and t.op not in users]
+        given = [t for t in op.inputs if _follows(t, follows) and t.op not in users]
         for tensor in filter(_is_sum, op.outputs if op.type in _EXTREMES else given):
             found[tensor.ref()] = tensor
     return list(found.values())
 
 
-def nonlinear_write(op: tf.Operation, follows: set[tf.Operation]) -> bool:
+def nonlinear_write(op: tf.Operation, follows: set[Any]) -> bool:
     """Whether an operation that writes variables is given what is not linear in a sum."""
     if (body := body_of(op)) is not None:
         inside = _following_in(body, op, follows)
@@ -132,15 +152,13 @@ def _has_samples(tensor: tf.Tensor) -> bool:
     return tensor.shape.rank is not None and not tensor.shape.is_fully_defined()
 
 
-def _following_in(
-    body: tf.Graph, op: tf.Operation, follows: set[tf.Operation]
-) -> set[tf.Operation]:
+def _following_in(body: tf.Graph, op: tf.Operation, follows: set[Any]) -> set[Any]:
     pairs = zip(body.inputs, op.inputs, strict=True)
-    return following(body, [inner for inner, outer in pairs if outer.op in follows])
+    return following(body, [inner for inner, outer in pairs if _follows(outer, follows)])
 
 
-def _is_linear(op: tf.Operation, follows: set[tf.Operation]) -> bool:
-    given = [i for i, tensor in enumerate(op.inputs) if tensor.op in follows]
+def _is_linear(op: tf.Operation, follows: set[Any]) -> bool:
+    given = [i for i, tensor in enumerate(op.inputs) if _follows(tensor, follows)]
     if op.type in _SUMS and _has_samples(op.outputs[0]):
         return False  # these are given what all of them add up to
     if (body := body_of(op)) is not None:

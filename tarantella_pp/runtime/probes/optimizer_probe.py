@@ -23,7 +23,11 @@ def check_division(optimizer: Any, weights: Sequence[Any], num_ranks: int) -> No
         return
     delegates = delegates_of(wrapped_in(optimizer), weights)
     for part in dict.fromkeys([optimizer, wrapped_in(optimizer), *delegates]):
-        _check_own_optimizer(part, num_ranks)
+        if not is_keras_optimizer(part) and not treats_weights_apart(part):
+            raise ConfigurationError(
+                f"Optimizer {type(part).__name__} looks at several weights at once, which are on "
+                f"{num_ranks} ranks. Treat each weight by itself, or run all stages in one process."
+            )
         if part in delegates and part.global_clipnorm:
             raise ConfigurationError(
                 f"Optimizer {part.name} in {wrapped_in(optimizer).name} clips the gradients of "
@@ -33,37 +37,21 @@ def check_division(optimizer: Any, weights: Sequence[Any], num_ranks: int) -> No
             )
 
 
-def _check_own_optimizer(optimizer: Any, num_ranks: int) -> None:
-    """Refuses optimizers of the user's that look at all gradients at once."""
-    if is_keras_optimizer(optimizer):
-        return
-    name = type(optimizer).__name__
-    try:
-        apart = treats_weights_apart(optimizer)
-    except Exception as error:  # whatever a class of the user's may raise
-        raise ConfigurationError(
-            f"Optimizer {name} cannot be tried out with other weights ({type(error).__name__}: "
-            f"{error}), and the weights are on {num_ranks} ranks. Make `get_config` return what "
-            "its __init__ takes, or run all stages in one process."
-        ) from error
-    if not apart:
-        raise ConfigurationError(
-            f"Optimizer {name} looks at several weights at once, which are on {num_ranks} ranks. "
-            "Treat each weight by itself, or run all stages in one process."
-        )
-
-
 def treats_weights_apart(optimizer: Any) -> bool:
     """Tries whether steps for some weights, and steps for the others, are steps for all.
 
-    Ranks update the weights of their own stages only. An optimizer that looks at all gradients at
-    once, to clip them by their common norm, say, would do something else there. Made-up weights are
-    trained by copies of the optimizer, which does not change.
+    Ranks update the weights of their own stages only. Made-up weights are trained by copies.
     """
     places = range(len(_SHAPES))
-    parts = [_trained(optimizer, [place]) for place in places]
-    shares = [1 / len(parts)] * len(parts)
-    return ROWS in kinds_of(0.0, _trained(optimizer, places), parts, shares, _TOLERANCE)
+    try:
+        whole, *parts = (_trained(optimizer, own) for own in (places, *([i] for i in places)))
+    except Exception as error:  # whatever a class of the user's may raise
+        raise ConfigurationError(
+            f"Optimizer {type(optimizer).__name__} cannot be tried out with other weights "
+            f"({type(error).__name__}: {error}), as it must be for several ranks. Make "
+            "`get_config` return what its __init__ takes, or run all stages in one process."
+        ) from error
+    return ROWS in kinds_of(0.0, whole, parts, [1 / len(parts)] * len(parts), _TOLERANCE)
 
 
 def _trained(optimizer: Any, places: Sequence[int]) -> Array:

@@ -73,13 +73,6 @@ class ProbeTrace:
 
     Batch normalizations use their moving statistics: that they couple samples is known. What the
     forward pass would write is left out, so that trying it out changes nothing.
-
-    Attributes:
-        function: The traced function.
-        weights: The weights that get a gradient.
-        added_by: For each added loss the name of the layer that adds it.
-        cut_off: The calls whose gradient would be lost between stages.
-        drawn_by: The calls that drew random numbers of Python or NumPy while they were traced.
     """
 
     def __init__(
@@ -88,14 +81,14 @@ class ProbeTrace:
         self._module, self._rows, self._training = module, rows, training
         self._parts: list[list[tf.Tensor]] = []
         self._made: list[tuple[Call, list[tf.Tensor]]] = []
-        self.weights: list[Any] = []
+        self.weights: list[Any] = []  # that get a gradient
         self._seeds: list[tf.Tensor] = []
         self._raw: list[tf.Tensor] = []  # their gradients, or the values of the slices of these
         self._sparse: list[int] = []
         self._probes: dict[float, PartsProbe] = {}
-        self.added_by: tuple[str, ...] = ()
-        self.cut_off: list[Call] = []
-        self.drawn_by: list[Call] = []
+        self.added_by: tuple[str, ...] = ()  # the layer that adds each added loss
+        self.cut_off: list[Call] = []  # whose gradient would be lost between stages
+        self.drawn_by: list[Call] = []  # with random numbers of Python or NumPy, while traced
         self._numbers = _random_numbers()
         place = tf.TensorSpec([2], tf.int32)
         factors = tf.TensorSpec([None], keras.config.floatx())
@@ -164,7 +157,7 @@ class ProbeTrace:
             yield self.compare(samples, sizes=sizes)
 
     @functools.cached_property
-    def _follows(self) -> set[tf.Operation]:
+    def _follows(self) -> set[Any]:
         seeds = [seed for seed in self._seeds if not seed.shape.is_fully_defined()]
         return following(self.function.graph, [*self._samples, *seeds])
 
@@ -248,7 +241,7 @@ class ProbeTrace:
             layer.observe = None
         outputs = samples_first(results, boundary.axes_of(port.tensor for port in boundary.outputs))
         given: list[tf.Tensor] = []
-        gradients: list[Any] = []
+        gradients: Sequence[Any] = []
         if self._training:
             given, gradients = self._gradients(place, factors, inputs, outputs, added)
         pairs = zip(module.accumulator.weights, gradients, strict=False)
@@ -278,7 +271,7 @@ class ProbeTrace:
         inputs: Sequence[tf.Tensor],
         outputs: Sequence[tf.Tensor],
         added: tf.Tensor,
-    ) -> tuple[list[tf.Tensor], list[Any]]:
+    ) -> tuple[list[tf.Tensor], Sequence[Any]]:
         sources, variables = self._module.sources(inputs), self._module.variables
         targets = self._module.targets(outputs, added)
         seeds = [tf.reshape(factors, tf.shape(added))]
@@ -296,9 +289,7 @@ class ProbeTrace:
             found = tf.gradients(targets, wanted, grad_ys=seeds)
         except _NO_GRADIENT:  # such a stage runs on a tape
             return [], []
-        pairs = zip(sources, found, strict=False)
-        given = [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for s, g in pairs]
-        return given, found[len(sources) :]
+        return self._module.parted(sources, found)
 
     def _cut_off(self, outputs: Sequence[tf.Tensor], wanted: Sequence[Any]) -> list[Call]:
         """Finds calls whose gradient is lost: plans follow what layers say of their dtypes."""

@@ -12,6 +12,7 @@ from tensorflow.core.framework import types_pb2
 
 from tarantella_pp.internals.training import register_function
 from tarantella_pp.runtime.stage.graph_functions import SubgraphExtractor
+from tarantella_pp.runtime.stage.side_effects import effects_of
 
 DRAWS = re.compile(
     r"(Stateless|Stateful)?(Random(Uniform|Normal|StandardNormal|Gamma|Poisson|Binomial)"
@@ -45,7 +46,14 @@ class TrialGraph(SubgraphExtractor):
         super().__init__(function)
         self._wider = wider
         copied = list(written)
-        other = [v for v in function.graph.variables if self.dtype(v.dtype) != v.dtype]
+        # Loops and branches write what they write whenever they run.
+        changed = {f"{effect.argument}:0" for effect in effects_of(self._definition)}
+        handles = {id(value) for name, value in self._captures.items() if name in changed}
+        other = [
+            variable
+            for variable in function.graph.variables
+            if self.dtype(variable.dtype) != variable.dtype or id(variable.handle) in handles
+        ]
         variables = {id(variable.handle): variable for variable in (*copied, *other)}
         copies = {key: self._copy(variable) for key, variable in variables.items()}
         self.written = [copies[id(variable.handle)] for variable in copied]

@@ -40,16 +40,35 @@ class CompiledFunction:
             filled = [None if value is None else next(given) for value in flat]
             return function(*tf.nest.pack_sequence_as(arguments, filled))
 
-        return cls(flattened, [_spec(t, any_rows) for t in flat if t is not None])
-
-
-def _spec(tensor: tf.Tensor, any_rows: bool) -> tf.TensorSpec:
-    return tf.TensorSpec([None, *tensor.shape[1:]] if any_rows else tensor.shape, tensor.dtype)
+        tensors = [value for value in flat if value is not None]
+        shapes = [[None, *t.shape[1:]] if any_rows else t.shape for t in tensors]
+        pairs = zip(shapes, tensors, strict=True)
+        return cls(flattened, [tf.TensorSpec(shape, t.dtype) for shape, t in pairs])
 
 
 def dense_tensors(arguments: tuple[Any, ...]) -> list[tf.Tensor]:
     """The tensors in nested arguments, in the order in which `CompiledFunction.like` takes them."""
     return [value for value in tf.nest.flatten(arguments) if value is not None]
+
+
+class FlatGradients:
+    """Gradients as their tensors: one, or values and indices of slices, or none."""
+
+    def __init__(self, gradients: Sequence[Any]) -> None:
+        self.parts = [_components(gradient) for gradient in gradients]
+        self.tensors = [tensor for parts in self.parts for tensor in parts]
+
+    def rebuilt(self, tensors: Sequence[Any]) -> list[Any]:
+        """Makes gradients of other values in the places of `tensors`."""
+        left = iter(tensors)
+        values = [[next(left) for _ in parts] for parts in self.parts]
+        return [tf.IndexedSlices(*v) if len(v) == 2 else v[0] if v else None for v in values]
+
+
+def _components(gradient: Any) -> list[tf.Tensor]:
+    if isinstance(gradient, tf.IndexedSlices):
+        return [gradient.values, gradient.indices]
+    return [] if gradient is None else [tf.convert_to_tensor(gradient)]
 
 
 @contextlib.contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tarantella_pp.runtime.stage.graph_functions import CompiledFunction
+from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, FlatGradients
 from tarantella_pp.runtime.stage.graph_split import CutError, Trace, split_graph
 from tarantella_pp.runtime.stage.stage_module import Slices, StageModule
 
@@ -29,7 +29,7 @@ class SplitBackward:
         self, module: StageModule, specs: Sequence[tf.TensorSpec], repeats: bool = False
     ) -> None:
         self._module = module
-        self._kinds: list[Callable[[Iterator[tf.Tensor]], Any]] = []
+        self._gradients = FlatGradients([])
         trace = self._trace(specs)
         self._cut = split_graph(trace, repeats)
         self._early, self._late = (
@@ -128,8 +128,7 @@ class SplitBackward:
 
     def _accumulate(self, components: Sequence[tf.Tensor], first: tf.Tensor) -> list[Slices]:
         """Adds up the dense gradients, and returns those that are collected."""
-        left = iter(components)
-        gradients = [rebuild(left) for rebuild in self._kinds]
+        gradients = self._gradients.rebuilt(components)
         self._module.accumulator.add_dense(gradients, first)
         return self._module.accumulator.slices_of(gradients)
 
@@ -145,12 +144,7 @@ class SplitBackward:
             sources = self._module.sources(inputs)
             wanted = [*sources, *self._module.variables]
             gradients = tf.gradients(targets, wanted, grad_ys=seeds)
-            self._module.blocks |= any(g is None for g in gradients[: len(sources)])
-            back = [
-                tf.zeros_like(s) if g is None else tf.convert_to_tensor(g)
-                for s, g in zip(sources, gradients[: len(sources)], strict=True)
-            ]
-            found["weights"] = gradients[len(sources) :]
+            back, found["weights"] = self._module.parted(sources, gradients)
             found.update(inputs=inputs, seeds=seeds, outputs=[*outputs, added], back=back)
             return [*outputs, added]
 
@@ -160,28 +154,15 @@ class SplitBackward:
         except (NotImplementedError, LookupError) as error:
             raise CutError(f"TensorFlow cannot differentiate the graph: {error}") from error
         self._module.accumulator.prepare(found["weights"])
+        self._gradients = FlatGradients(found["weights"])
         return Trace(
             function=function,
             inputs=found["inputs"],
             seeds=found["seeds"],
             outputs=found["outputs"],
             input_gradients=found["back"],
-            weight_gradients=self._components(found["weights"]),
+            weight_gradients=self._gradients.tensors,
         )
-
-    def _components(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
-        """Dense gradients as they are, sparse ones as their two parts; notes which is which."""
-        components: list[tf.Tensor] = []
-        for gradient in gradients:
-            if gradient is None:
-                self._kinds.append(lambda _: None)
-            elif isinstance(gradient, tf.IndexedSlices):
-                components += [gradient.values, gradient.indices]
-                self._kinds.append(lambda left: tf.IndexedSlices(next(left), next(left)))
-            else:
-                components.append(gradient)
-                self._kinds.append(next)
-        return components
 
 
 @functools.cache

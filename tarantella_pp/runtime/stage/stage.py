@@ -87,7 +87,7 @@ class TapeBackward:
     def __init__(self, module: StageModule) -> None:
         self._module = module
         self._tapes: dict[int, tuple[tf.GradientTape, list[tf.Tensor], list[tf.Tensor]]] = {}
-        self._waiting: dict[int, list[Any]] = {}
+        self._waiting: dict[int, Sequence[Any]] = {}
         run = functools.partial(module.run, training=True)
         self._forward = tf.function(run, autograph=False, reduce_retracing=True)
 
@@ -113,14 +113,9 @@ class TapeBackward:
         tape, sources, targets = self._tapes.pop(key)
         wanted = [*sources, *self._module.variables]
         gradients = tape.gradient(targets, wanted, output_gradients=list(seeds))
-        self._module.blocks |= any(gradient is None for gradient in gradients[: len(sources)])
-        weight_gradients = gradients[len(sources) :]
-        self._module.accumulator.prepare(weight_gradients)
-        self._waiting[key] = weight_gradients
-        return [
-            tf.zeros_like(source) if gradient is None else tf.convert_to_tensor(gradient)
-            for source, gradient in zip(sources, gradients[: len(sources)], strict=True)
-        ]
+        back, self._waiting[key] = self._module.parted(sources, gradients)
+        self._module.accumulator.prepare(self._waiting[key])
+        return back
 
     def backward_weight(self, key: int) -> None:
         """Adds the weight gradients of `key` to the sums."""

@@ -160,6 +160,15 @@ class StageModule:
         values = dict(zip(self.boundary.outputs, outputs, strict=True))
         return [added, *(values[tensor] for tensor in self.boundary.outputs_with_gradient)]
 
+    def parted(
+        self, sources: Sequence[tf.Tensor], gradients: Sequence[Any]
+    ) -> tuple[list[tf.Tensor], Sequence[Any]]:
+        """Gradients of inputs, zeros where there is none, and those of weights."""
+        pairs = list(zip(sources, gradients, strict=False))
+        self.blocks |= any(gradient is None for _, gradient in pairs)
+        back = [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for s, g in pairs]
+        return back, gradients[len(sources) :]
+
     def connected(
         self, specs: Sequence[tf.TensorSpec], coming: Sequence[bool]
     ) -> tuple[list[bool], list[bool]]:

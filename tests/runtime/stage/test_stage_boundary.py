@@ -11,7 +11,6 @@ from tarantella_pp.partition.graph.layer_graph import (
     Tensor,
 )
 from tarantella_pp.runtime.stage.stage_boundary import (
-    BoundaryTensor,
     stage_boundaries,
     stage_edges,
 )
@@ -46,42 +45,6 @@ def graph(edges, inputs=1, outputs=None, masks=(), without=()):
         inputs=tuple(range(inputs)),
         outputs=tuple(outputs or (count - 1,)),
     )
-
-
-def test_a_skip_goes_straight_to_each_stage_that_needs_it():
-    boundaries = stage_boundaries(graph([(0,), (1,), (2,), (1, 3)]), [0, 1, 2, 3], 4)
-    pairs = [(link.source, link.target) for link in stage_edges(boundaries)]
-    assert pairs == [(0, 1), (0, 3), (1, 2), (2, 3)]
-    assert boundaries[0].outputs == (BoundaryTensor(1),)  # once, although two stages get it
-    assert boundaries[3].inputs == (BoundaryTensor(1), BoundaryTensor(3))
-    assert boundaries[1].outputs == (BoundaryTensor(2),)
-
-
-def test_outputs_go_to_the_last_stage():
-    boundaries = stage_boundaries(graph([(0,), (1,), (2,)], outputs=(1, 3, 1)), [0, 1, 2], 3)
-    assert [(link.source, link.target) for link in stage_edges(boundaries)] == [
-        (0, 1),
-        (0, 2),
-        (1, 2),
-    ]
-    assert boundaries[2].model_outputs == (BoundaryTensor(1), BoundaryTensor(3))
-    assert boundaries[2].inputs == (BoundaryTensor(1), BoundaryTensor(2))
-    assert boundaries[2].outputs_with_gradient == (BoundaryTensor(1), BoundaryTensor(3))
-
-
-def test_masks_travel_with_their_values_and_get_no_gradient():
-    first, last = stage_boundaries(graph([(0,), (1,)], masks=(1, 2)), [0, 1], 2)
-    assert first.sends[0].tensors == (BoundaryTensor(1), BoundaryTensor(1, mask=True))
-    assert first.sends[0].gradients == (BoundaryTensor(1),)
-    assert last.model_outputs == (BoundaryTensor(2), BoundaryTensor(2, mask=True))
-    assert last.outputs_with_gradient == (BoundaryTensor(2),)
-
-
-def test_integers_and_frozen_values_get_no_gradient():
-    first, last = stage_boundaries(graph([(0,), (0, 1)], without=(1,)), [0, 1], 2)
-    assert first.sends[0].tensors == (BoundaryTensor(1),)
-    assert first.sends[0].gradients == first.outputs_with_gradient == last.input_gradients == ()
-    assert first.model_inputs == last.model_inputs == (BoundaryTensor(0),)
 
 
 def test_every_stage_has_what_its_nodes_read():

@@ -123,6 +123,13 @@ def activation_name(activation: Any) -> str:
     return name if getattr(keras.activations, name, None) is activation else ""
 
 
+#: Layers that multiply by kernels, and apply an activation function to what they make.
+KERNELS = (
+    *("Dense", "EinsumDense", "Conv1D", "Conv2D", "Conv3D", "DepthwiseConv1D", "DepthwiseConv2D"),
+    *("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose"),
+    *("SeparableConv1D", "SeparableConv2D"),
+)
+ATTENTIONS = ("MultiHeadAttention", "GroupedQueryAttention")
 #: Layers and operations that move numbers, and neither compute nor keep any.
 MOVES = (
     "Reshape Flatten Permute RepeatVector Identity Concatenate ZeroPadding1D ZeroPadding2D"
@@ -192,11 +199,11 @@ def function_flops(call: SizedCall) -> float:
 
     Softmax of attention is one; functions inside loops of recurrent layers are not counted.
     """
-    if call.kind in ACTIVATION_KINDS or call.kind == "Activation":
+    if call.kind in ACTIVATION_KINDS:
         return forward_flops(call)[0]
-    if _RULES.get(call.kind) in _WITH_FUNCTION:
+    if call.kind in (*KERNELS, "Activation"):
         return float(_activation(call.operation, call.output.size))
-    if _RULES.get(call.kind) is _attention:
+    if call.kind in ATTENTIONS:
         heads, _, _, queries, keys = attention_sizes(call)
         return float(_ACTIVATIONS["softmax"] * heads * queries * keys)
     return 0.0
@@ -219,10 +226,6 @@ def _with_bias_and_function(call: SizedCall, products: float) -> float:
     return products + size * bool(biased) + _activation(layer, size)
 
 
-def _dense(call: SizedCall) -> float:
-    return _with_bias_and_function(call, 2 * call.output.size * call.inputs[0].shape[-1])
-
-
 def einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> float:
     """Counts the operations of an einsum of two or more tensors."""
     sizes: dict[str, int] = {}
@@ -238,9 +241,16 @@ def einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> float:
     return 2.0 * math.prod(sizes.values())
 
 
-def _einsum_dense(call: SizedCall) -> float:
-    shapes = [(1, *call.inputs[0].shape), tuple(call.operation.kernel.shape)]
-    return _with_bias_and_function(call, einsum_flops(call.operation.equation, shapes))
+def _kernels(call: SizedCall) -> float:
+    """Each entry of a kernel is multiplied once at each position."""
+    layer = call.operation
+    if call.kind == "EinsumDense":
+        shapes = [(1, *call.inputs[0].shape), tuple(layer.kernel.shape)]
+        return _with_bias_and_function(call, einsum_flops(layer.equation, shapes))
+    entries = sum(math.prod(weight.shape) for weight in layer.weights if len(weight.shape) > 1)
+    # A transposed convolution spreads its inputs.
+    tensor = call.inputs[0] if "Transpose" in call.kind else call.output
+    return _with_bias_and_function(call, 2 * entries * (tensor.size // _channels(layer, tensor)))
 
 
 def _einsum(call: SizedCall) -> float:
@@ -268,31 +278,8 @@ def _dot(call: SizedCall) -> float:
 
 
 def _channels(layer: Any, tensor: SizedTensor) -> int:
-    return tensor.shape[0 if layer.data_format == "channels_first" else -1]
-
-
-def _conv(call: SizedCall) -> float:
-    layer = call.operation
-    window = math.prod(layer.kernel_size) * _channels(layer, call.inputs[0]) // layer.groups
-    return _with_bias_and_function(call, 2 * call.output.size * window)
-
-
-def _depthwise_conv(call: SizedCall) -> float:
-    window = math.prod(call.operation.kernel_size)
-    return _with_bias_and_function(call, 2 * call.output.size * window)
-
-
-def _separable_conv(call: SizedCall) -> float:
-    layer, size = call.operation, call.output.size
-    middle = _channels(layer, call.inputs[0]) * layer.depth_multiplier
-    depthwise = 2 * size // _channels(layer, call.output) * middle * math.prod(layer.kernel_size)
-    return _with_bias_and_function(call, depthwise + 2 * size * middle)
-
-
-def _transposed_conv(call: SizedCall) -> float:
-    layer = call.operation
-    window = layer.filters * math.prod(layer.kernel_size)
-    return _with_bias_and_function(call, 2 * call.inputs[0].size * window)
+    first = getattr(layer, "data_format", None) == "channels_first"
+    return tensor.shape[0 if first else -1]
 
 
 def attention_sizes(call: SizedCall) -> tuple[int, int, int, int, int]:
@@ -351,19 +338,14 @@ def _time_distributed(call: SizedCall) -> float:
 
 _POOLINGS = [f"{kind}Pooling{n}D" for kind in ("Max", "Average") for n in (1, 2, 3)]
 _RULES: dict[str, Rule] = {
-    "Dense": _dense,
-    "EinsumDense": _einsum_dense,
+    **dict.fromkeys(KERNELS, _kernels),
     "Einsum": _einsum,
     "Matmul": _matmul,
     "Dot": _dot,
     "ReversibleEmbedding": _reversible_embedding,
-    **dict.fromkeys(("Conv1D", "Conv2D", "Conv3D"), _conv),
-    **dict.fromkeys(("DepthwiseConv1D", "DepthwiseConv2D"), _depthwise_conv),
-    **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), _separable_conv),
-    **dict.fromkeys(("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose"), _transposed_conv),
     **dict.fromkeys(_POOLINGS, lambda c: math.prod(c.operation.pool_size) * c.output.size),
     "UpSampling2D": lambda c: 0 if c.operation.interpolation == "nearest" else 8 * c.output.size,
-    **dict.fromkeys(("MultiHeadAttention", "GroupedQueryAttention"), _attention),
+    **dict.fromkeys(ATTENTIONS, _attention),
     **dict.fromkeys(("Attention", "AdditiveAttention"), _dot_attention),
     "LSTM": _recurrent(4, 5),
     "GRU": _recurrent(3, 5),
@@ -372,12 +354,3 @@ _RULES: dict[str, Rule] = {
     "TimeDistributed": _time_distributed,
     "Activation": lambda call: _activation(call.operation, call.output.size),
 }
-# Rules of layers that apply an activation function to what they make.
-_WITH_FUNCTION = (
-    _dense,
-    _einsum_dense,
-    _conv,
-    _depthwise_conv,
-    _separable_conv,
-    _transposed_conv,
-)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from tarantella_pp.internals.functional import tree
 from tarantella_pp.partition.graph.flops import (
     ACTIVATION_KINDS,
+    ATTENTIONS,
+    KERNELS,
     MOVES,
     SizedCall,
     SizedTensor,
@@ -112,22 +114,17 @@ def _activation(name: str, call: SizedCall) -> SavedActivations:
 
 
 def _kernel(call: SizedCall) -> SavedActivations:
+    layer = call.operation
     given = _ids(call.inputs[:1]) if any(len(shape) > 1 for shape in call.weights) else ()
-    name = activation_name(getattr(call.operation, "activation", None))
+    name = activation_name(layer.activation)
     if name not in _ACTIVATIONS:
         return SavedActivations((*given, call.output.id), 2 * call.output.bytes, "estimated")
     what, more = _ACTIVATIONS[name]
     before = call.output.bytes if what == "in" else 0  # what the activation is given is no tensor
     after = (call.output.id,) if what == "out" else ()
+    if call.kind.startswith("Separable"):  # what its first convolution has made
+        before += call.output.bytes // layer.filters * layer.pointwise_kernel.shape[-2]
     return SavedActivations((*given, *after), before + more * call.output.bytes)
-
-
-def _separable(call: SizedCall) -> SavedActivations:
-    layer, kept = call.operation, _kernel(call)
-    channels = call.inputs[0].shape[0 if layer.data_format == "channels_first" else -1]
-    positions = call.output.bytes // layer.filters
-    more = positions * channels * layer.depth_multiplier
-    return SavedActivations(kept.tensors, kept.bytes + more)
 
 
 def _normalization(call: SizedCall) -> SavedActivations:
@@ -201,26 +198,11 @@ _OF_INPUT = ("Max", "Min", "Var", "Std", "Logsumexp", "Embedding")
 _RULES: dict[str, Rule] = {
     "Activation": lambda call: _activation(activation_name(call.operation), call),
     # What they are given is kept for the gradient of their kernel.
-    **dict.fromkeys(
-        [
-            "Dense",
-            "EinsumDense",
-            "Conv1D",
-            "Conv2D",
-            "Conv3D",
-            "DepthwiseConv1D",
-            "DepthwiseConv2D",
-            "Conv1DTranspose",
-            "Conv2DTranspose",
-            "Conv3DTranspose",
-        ],
-        _kernel,
-    ),
-    **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), _separable),
+    **dict.fromkeys(KERNELS, _kernel),
     # Dropout keeps which entries stay, a byte each; noise keeps itself.
     "Dropout": lambda call: _bytes(call.output.size if call.operation.rate else 0),
     **dict.fromkeys(
-        ("SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D"),
+        [f"SpatialDropout{n}D" for n in (1, 2, 3)],
         lambda call: _bytes(call.output.shape[-1] if call.operation.rate else 0),
     ),
     **dict.fromkeys(
@@ -228,11 +210,11 @@ _RULES: dict[str, Rule] = {
         lambda call: _bytes(call.output.bytes if call.operation.rate else 0),
     ),
     **dict.fromkeys(
-        ("MaxPooling1D", "MaxPooling2D", "MaxPooling3D"),
+        [f"MaxPooling{n}D" for n in (1, 2, 3)],
         lambda call: SavedActivations(_ids((*call.inputs[:1], *call.outputs))),
     ),
     **dict.fromkeys(
-        ("GlobalMaxPooling1D", "GlobalMaxPooling2D", "GlobalMaxPooling3D", *_OF_INPUT),
+        (*(f"GlobalMaxPooling{n}D" for n in (1, 2, 3)), *_OF_INPUT),
         lambda call: _bytes(call.inputs[0].bytes),
     ),
     **dict.fromkeys(("Multiply", "Matmul", "Einsum", "Dot", "Tensordot"), _product),
@@ -249,7 +231,7 @@ _RULES: dict[str, Rule] = {
     "UpSampling2D": lambda call: SavedActivations(
         _ids(call.inputs[:1]) if call.operation.interpolation != "nearest" else ()
     ),
-    **dict.fromkeys(("MultiHeadAttention", "GroupedQueryAttention"), _attention),
+    **dict.fromkeys(ATTENTIONS, _attention),
     "Attention": _dot_attention,
     "LSTM": _recurrent(8),
     "GRU": _recurrent(8),

@@ -28,8 +28,7 @@ from tarantella_pp.partition.options import (
 )
 from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec, machine_of, machines
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan_choice import choose_plan, infeasible
-from tarantella_pp.partition.plan_search import PlanSearch
+from tarantella_pp.partition.plan_search import PlanSearch, choose_plan, infeasible
 from tarantella_pp.partition.planner import LOOPS, Planner
 from tarantella_pp.runtime.profiler import profile as measure
 from tarantella_pp.schedule import Schedule, ScheduleSpec, read_schedule

@@ -4,16 +4,14 @@ import itertools
 import math
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tarantella_pp.partition.best_stages import best_solution
-from tarantella_pp.partition.graph import ideals
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.stage_costs import StageCostModel
-from tests.helpers.pictured import graph_of, graphs
+from tests.helpers.pictured import graphs
 
 
 def sized(graph, tensors, weights, integers=()):
@@ -106,19 +104,3 @@ def test_a_limit_is_kept_where_any_plan_does(problem, share):
     elif options.num_stages == 2:
         found = best_solution(costs, limited)
         assert largest(costs, limited, found.assignment) <= limit
-
-
-def test_some_orders_are_taken_where_ideals_are_too_many(monkeypatch):
-    """Two branches: what is found is no better than the best, and the bound no larger."""
-    graph = graph_of([f"layer_{i}" for i in range(7)], [{-1}, {0}, {1}, {0}, {3}, {2, 4}, {5}])
-    graph = sized(graph, [1, 40, 3, 10, 1, 3, 40, 1], range(1, 8))
-    asked = PlanOptions(num_stages=3, batch_size=8, num_micro_batches=4, balance="memory")
-    options = asked.settled()
-    costs = costs_of(graph, options)
-    best = best_solution(costs, options).certificate
-    monkeypatch.setattr(ideals, "MOST_IDEALS", 3)
-    found = best_solution(costs, options)
-    assert found.certificate.value == largest(costs, options, found.assignment)
-    assert 0 < found.certificate.lower_bound <= best.value <= found.certificate.value
-    assert found.certificate.value <= 1.02 * best.value
-    assert np.all(np.diff(found.assignment)[[0, 1, 4, 5]] >= 0)

@@ -11,7 +11,6 @@ import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.options import assignment_of, fusion_threshold_of
-from tests.helpers.commands import Command
 from tests.zoo import models
 
 pytestmark = pytest.mark.keras
@@ -94,13 +93,3 @@ def test_what_is_left_open_is_chosen_for_given_stages():
     assert not given.certificate.optimal
     free = tnt.make_plan(model, balance=counts)
     assert free.step_seconds <= given.step_seconds
-
-
-def test_given_stages_of_the_command(capsys, tmp_path):
-    command = Command(capsys)
-    source = "tests.zoo.models:batch_norm_cnn"
-    layers_of_it = len(extract(models.batch_norm_cnn()).graph.nodes)
-    plan = tmp_path / "plan.json"
-    assert command("plan", "make", source, "--balance", f"2,{layers_of_it - 2}", "-o", plan) == 0
-    assert tnt.Plan.load(plan).stages[0].nodes == 2
-    assert "add up to" in command.fails(2, "plan", "make", source, "--balance", "1,1")

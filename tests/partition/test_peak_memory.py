@@ -18,7 +18,6 @@ from tarantella_pp.partition.peak_memory import (
 )
 from tarantella_pp.partition.plan.plan_parts import CutEdge
 from tests.helpers.plans import costs_of
-from tests.helpers.runner import random_stages
 from tests.zoo import models
 
 pytestmark = pytest.mark.keras
@@ -232,30 +231,3 @@ def test_frozen_weights_stay_where_they_are():
     for options in WAYS:
         for size, weight in zip(reduced(graph, 0.5, **options), graph.weights, strict=True):
             assert (size > 0) == weight.trainable
-
-
-@pytest.mark.parametrize("options", WAYS, ids=str)
-@pytest.mark.parametrize("name", ["tied_head", "frozen_start", "batch_norm_cnn", "nested_twice"])
-def test_stages_have_what_the_weights_that_they_train_have(name, options):
-    """Of the replica with most of it, no less than the mean; all else is as for one replica."""
-    graph = READ[name]
-    costs, alone = (costs_of(graph, ROWS // 3, micro_batches=3, **o) for o in (options, {}))
-    mean, most = (
-        reduction_bytes(graph, costs.config, share) for share in (1 / options["replicas"], 1.0)
-    )
-    for assignment in filter(all_three, (random_stages(graph, 3, seed) for seed in range(4))):
-        users, stages = graph.users(assignment), costs.stages(assignment, [3, 2, 1])
-        for number, stage in enumerate(stages):
-            own = [w for w in graph.weights if users[w.id] and users[w.id][0] == number]
-            assert sum(mean[w.id] for w in own) <= stage.reduction_bytes + 1e-6
-            largest = sum(most[w.id] for w in own)
-            assert stage.reduction_bytes <= largest + 2 * sum(w.bytes for w in own)
-            if not options.get("shard_optimizer"):
-                assert stage.reduction_bytes == largest
-        if not options.get("shard_optimizer"):
-            bare = [msgspec.structs.replace(stage, reduction_bytes=0) for stage in stages]
-            assert bare == [*alone.stages(assignment, [3, 2, 1])]
-
-
-def all_three(assignment):
-    return set(assignment) == {0, 1, 2}

@@ -17,8 +17,7 @@ from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
-from tarantella_pp.partition.plan_choice import choose_plan
-from tarantella_pp.partition.plan_search import PlanSearch, least_step_seconds
+from tarantella_pp.partition.plan_search import PlanSearch, choose_plan, least_step_seconds
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.partition.stage_costs import StageCostModel
 from tarantella_pp.schedule import (

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import keras
-import msgspec
 import numpy as np
 import pytest
 from keras import layers, ops
@@ -209,14 +208,3 @@ def test_cuts_carry_skips_masks_and_outputs():
     first = [int(node.kind not in ("Embedding", "NotEqual")) for node in graph.nodes]
     masked = {cut.tensor.split("_")[0]: cut.mask_bytes for cut in costs.cuts(first)}
     assert masked == {"embedding": 2 * 6, "not": 0}
-
-
-def test_measured_figures_take_the_place_of_the_rules():
-    graph = extract(models.mlp()).graph
-    nodes = tuple(
-        msgspec.structs.replace(n, keeps=(), residual_bytes=10.0, residual_source="measured")
-        for n in graph.nodes
-    )
-    measured = msgspec.structs.replace(graph, nodes=nodes)
-    costs = costs_of(measured, 2)
-    assert costs.stages([0] * len(nodes), [1])[0].activation_bytes == 20 * len(nodes)

@@ -212,11 +212,6 @@ def test_replicas_reduce_alike_whatever_their_numbers_of_micro_batches(name, ran
             assert found == reductions(spec.placement, buckets, rank)
 
 
-def test_the_last_stage_comes_first_and_no_buckets_make_no_reductions():
-    assert [str(a) for a in reductions((0, 1, 0, 1), (1, 2, 2, 0), 0)] == ["2R0", "2R1", "0R0"]
-    assert reductions((0, 1), (), 0) == ()
-
-
 @pytest.mark.parametrize("buckets", [(1,), (1, -1)])
 def test_buckets_of_other_stages_are_refused(buckets):
     with pytest.raises(ScheduleError, match="number of buckets for each of the 2 stages"):

@@ -36,8 +36,6 @@ def test_every_recipe_makes_legal_schedules(name, ranks, per_rank, micro_batches
     schedule = spec.make(micro_batches)
     validate(lower(schedule))
     assert (schedule.name, schedule.placement) == (name, spec.placement)
-    held = [schedule.in_flight(stage) for stage in range(stages)]
-    assert list(spec.in_flight(micro_batches)) == held
     alone = ScheduleSpec.of(name, stages, 1).make(micro_batches)
     validate(lower(alone))
     assert alone.placement == (0,) * stages

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
 from pathlib import Path
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, Self
 
 import msgspec
 
@@ -15,9 +14,6 @@ from tarantella_pp.errors import ConfigurationError, PlanError, TarantellaError
 
 #: Files larger than this are refused before they are parsed.
 MAX_FILE_BYTES = 256 * 2**20
-#: Letters of a value that messages show.
-MOST_SHOWN = 80
-_Kind = TypeVar("_Kind")
 
 
 class JsonRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,10 +33,10 @@ class JsonRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"A {cls.noun} has at most {MAX_FILE_BYTES} bytes. Received: {len(text)} bytes"
             )
         try:
-            return decoded(text, cls)
-        except PlanError:
-            raise
-        except ValueError as error:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            if isinstance(error.__cause__, TarantellaError):
+                raise error.__cause__ from None
             raise PlanError(f"This is no valid {cls.noun}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -62,35 +58,6 @@ class JsonRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return cls.from_json(text)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
-
-
-def decoded(text: str | bytes, kind: type[_Kind]) -> _Kind:
-    """Reads JSON text as a type; a `ValueError` says what was expected where, and received."""
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, TarantellaError):
-            raise error.__cause__ from None
-        raise ValueError(_complaint(str(error), text)) from None
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise ValueError(f"Not JSON in UTF-8: {error}") from None
-
-
-def _complaint(message: str, text: str | bytes) -> str:
-    """What msgspec says, such as "Expected `int` - at `$.nodes[3].id`", and what stands there."""
-    what, _, place = message.partition(" - at `$")
-    place = place.removesuffix("`").removeprefix(".")
-    steps = re.findall(r"\[(\d+)\]|([^.\[]+)", place.removesuffix("[...]"))
-    try:
-        value = msgspec.json.decode(text)
-        for index, name in steps:
-            value = value[int(index) if index else name]
-        received = repr(value)
-    except (LookupError, TypeError, ValueError, RecursionError):  # 1e999, or keys such as "a.b"
-        received = "what cannot be shown"
-    if len(received) > MOST_SHOWN:
-        received = f"{received[:MOST_SHOWN]}..."
-    return f"{what}{place and f' at {place}'}. Received: {received}"
 
 
 def read(path: str | os.PathLike[str], noun: str) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tarantella_pp.partition.graph.layer_graph import LOOKUPS, LayerGraph
+from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import wire_bytes
 
 # The buckets of a stage: ids of variables in `LayerGraph.weights`.
@@ -28,12 +28,9 @@ def gradient_buckets(
     a bucket of its own, for its gradient may be a few rows.
     """
     first_use: dict[int, tuple[int, int]] = {}
-    tables = set()
     for node in graph.nodes:
         for position, weight in enumerate(node.weights):
             first_use.setdefault(weight, (node.id, position))
-            if node.kind in LOOKUPS:
-                tables.add(weight)
     users = graph.users(assignment)
     own: list[list[int]] = [[] for _ in range(num_stages)]
     for weight in sorted(first_use, key=first_use.__getitem__, reverse=True):
@@ -43,8 +40,8 @@ def gradient_buckets(
     for weights in own:
         alone = [w for w in weights if len(users[w]) == 1]
         tied = [w for w in weights if len(users[w]) > 1]
-        packed = _packed(graph, alone, tables, fusion_threshold)
-        found.append(packed + _packed(graph, tied, tables, fusion_threshold))
+        packed = _packed(graph, alone, fusion_threshold)
+        found.append(packed + _packed(graph, tied, fusion_threshold))
     return tuple(found)
 
 
@@ -59,7 +56,7 @@ def bucket_bytes(
     )
 
 
-def _packed(graph: LayerGraph, weights: Sequence[int], tables: set[int], most: int) -> Buckets:
+def _packed(graph: LayerGraph, weights: Sequence[int], most: int) -> Buckets:
     """Fills a bucket of each dtype, and begins another one where a variable does not fit."""
     buckets: list[list[int]] = []
     # The open bucket of each dtype, and the bytes that it still takes.
@@ -67,11 +64,11 @@ def _packed(graph: LayerGraph, weights: Sequence[int], tables: set[int], most: i
     for w in weights:
         weight = graph.weights[w]
         left, bucket = room.get(weight.dtype, (0, []))
-        if w in tables or weight.bytes > left:
+        if w in graph.tables or weight.bytes > left:
             left, bucket = most, []
             buckets.append(bucket)
         bucket.append(w)
-        if w not in tables:
+        if w not in graph.tables:
             room[weight.dtype] = (left - weight.bytes, bucket)
     return tuple(map(tuple, buckets))
 

@@ -102,17 +102,6 @@ def test_the_longer_of_both_counts():
         assert roofline_seconds(work, rows, slow) == laid_out
 
 
-@pytest.mark.parametrize(
-    ("usual", "special"), [("convolution", "pointwise"), ("depthwise", "large_depthwise")]
-)
-def test_special_convolutions_are_as_usual_ones_where_they_were_not_measured(usual, special):
-    slow, fast = (LayerSpeed(PassSpeed(speed), PassSpeed(speed)) for speed in (10.0, 20.0))
-    work = (NodeWork(100.0, 1.0, 0.0, usual), NodeWork(100.0, 1.0, 0.0, special))
-    assert roofline_seconds(work, 2, HardwareSpec(**{usual: slow})) == [(20.0, 20.0)] * 2
-    machine = HardwareSpec(**{usual: slow, special: fast})
-    assert roofline_seconds(work, 2, machine) == [(20.0, 20.0), (10.0, 10.0)]
-
-
 def test_losses_take_steps_of_functions():
     """Of each entry of outputs that have gradients, whatever makes them."""
     x = keras.Input((6,))

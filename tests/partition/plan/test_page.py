@@ -159,15 +159,6 @@ def test_limits_of_unequal_devices_are_those_of_their_stages():
     assert f"{shares[1]} of its limit" in text
 
 
-def test_bubble_is_that_of_the_bars():
-    graph, plan = small()
-    step = planned_step(plan)
-    text = page(graph, plan)
-    assert f"Ranks wait {100 * step.bubble_fraction:.1f} % of the time" in text
-    for busy in step.busy_seconds:
-        assert f"idle {100 * (1 - busy / step.pipeline_seconds):.1f} %" in text
-
-
 def test_on_a_machine_times_are_seconds_and_messages_take_some():
     graph, plan = small()
     text = page(graph, msgspec.structs.replace(plan, machine=HardwareSpec(1e9)))
@@ -176,13 +167,6 @@ def test_on_a_machine_times_are_seconds_and_messages_take_some():
     assert re.search(r"F0: forward, 0 s to [\d.]+ ms", text)
     assert re.search(">[\\d.]+ s<", text)
     assert "F0: forward, 0.0 % to" in page(graph, plan)
-
-
-def test_several_stages_on_a_rank_are_named():
-    plan = small(schedule="interleaved", ranks=(0, 1, 0, 1))[1]
-    text = page(None, plan)
-    assert "rank 0 (stages 0, 2)" in text
-    assert "<title>2F0: forward" in text
 
 
 def test_replicas_and_their_sums_are_drawn():

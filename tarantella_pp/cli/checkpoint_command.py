@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from tarantella_pp.cli.output import (
 from tarantella_pp.errors import ConfigurationError, FileError
 
 if TYPE_CHECKING:
-    from tarantella_pp.files.manifest import Manifest, SavedFile
+    from tarantella_pp.files.manifest import Manifest
 
 HELP = "the directory that a Checkpoint callback was given, or one checkpoint in it"
 _ENDINGS = (".keras", ".weights.h5")
@@ -34,11 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         verify=(_verify, "compare the files of checkpoints with their checksums"),
         convert=(_convert, "write a file of plain Keras from a checkpoint"),
     )
-    show.add_argument("directory", metavar="DIRECTORY", help=HELP)
-    show.add_argument("--tensors", action="store_true", help="list every tensor, too")
-    show.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    verify.add_argument("directory", metavar="DIRECTORY", help=HELP)
-    verify.add_argument("--json", action="store_true", help="print JSON")
+    for subcommand in (show, verify):
+        subcommand.add_argument("directory", metavar="DIRECTORY", help=HELP)
+    show.add_argument("--json", action="store_true", help="print JSON, with every tensor")
     convert.add_argument("source", metavar="SOURCE", help=HELP)
     convert.add_argument("output", metavar="OUTPUT", help="a .keras or .weights.h5 file")
     model_help = f"what makes the model, where SOURCE cannot: {inputs.FORMS}"
@@ -78,8 +76,7 @@ def _show(arguments: argparse.Namespace) -> int:
         write_json({path.name: _as_json(manifest) for path, manifest in read.items()})
     else:
         write_table(_list(read))
-        for manifest in whole[:1]:
-            write_table(*_details(manifest), *([_tensors(manifest)] if arguments.tensors else []))
+        write_table(*(part for manifest in whole[:1] for part in _details(manifest)))
     return 0 if whole else FAILURE
 
 
@@ -105,7 +102,7 @@ def _details(manifest: Manifest) -> Iterator[Any]:
 
     rows = [
         (
-            _short(file),
+            file.name,
             file.rank,
             ", ".join(map(str, file.stages)),
             format_bytes(file.size, short=True),
@@ -116,34 +113,17 @@ def _details(manifest: Manifest) -> Iterator[Any]:
     yield f"Trained: {manifest.where()}, {manifest.step} steps."
     if manifest.learning_rate is not None:
         yield f"Learning rate: {manifest.learning_rate:g}."
-    logs = ", ".join(f"{name} {value}" for name, value in manifest.logs.items())
-    yield f"Last step: {logs}."
-    last = {name: values[-1] for name, values in manifest.history.items() if values}
-    if last:
-        yield f"Last epoch: {', '.join(f'{name} {value}' for name, value in last.items())}."
+    yield f"Last step: {_pairs(manifest.logs)}."
+    if last := {name: values[-1] for name, values in manifest.history.items() if values}:
+        yield f"Last epoch: {_pairs(last)}."
     data = manifest.facts["data"]
     yield f"Data: {data['contents']}; {manifest.position.batches} batches of this pass read."
     yield f"Optimizer: {manifest.facts['compiled']['optimizer']}."
-    yield f"Written with {', '.join(f'{name} {v}' for name, v in manifest.versions.items())}."
+    yield f"Written with {_pairs(manifest.versions)}."
 
 
-def _tensors(manifest: Manifest) -> Any:
-    rows = []
-
-    def order(key: str) -> tuple[str, str]:  # numbers by their size
-        kind, _, number = key.partition("/")
-        return kind, number.zfill(12)
-
-    for key in sorted(manifest.tensors, key=order):
-        tensor = manifest.tensors[key]
-        shape, file = list(tensor.shape), _short(manifest.files[tensor.file])
-        rows.append((key, tensor.label, tensor.dtype, shape, file))
-    heads = ("Key", "Tensor", "Kind", "Shape", "File")
-    return table(heads, rows, left=heads, folded=("Tensor",))
-
-
-def _short(file: SavedFile) -> str:
-    return file.name.removesuffix(".safetensors")
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _as_json(manifest: Manifest | str) -> Any:
@@ -162,11 +142,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     from tarantella_pp.files.checkpoint_folder import damages
 
     found = {path.name: list(damages(path)) for path in _found_in(arguments.directory)}
-    if arguments.json:
-        write_json(found)
-    else:
-        for name, problems in found.items():
-            write_table(*([f"{name}: damaged: {text}" for text in problems] or [f"{name}: whole"]))
+    for name, problems in found.items():
+        write_table(*([f"{name}: damaged: {text}" for text in problems] or [f"{name}: whole"]))
     return FAILURE if any(found.values()) else 0
 
 
@@ -191,13 +168,13 @@ def _newest_whole(folders: list[Path]) -> tuple[Path, Manifest]:
     from tarantella_pp.files.checkpoint_folder import damages
     from tarantella_pp.files.manifest import read_manifest
 
-    problems = []
     for folder in folders:
-        problem = next(damages(folder), "")
-        if not problem:
+        if not any(damages(folder)):
             return folder, read_manifest(folder)
-        problems.append(problem)
-    raise FileError(f"No checkpoint is whole: {'; '.join(problems)}")
+    raise FileError(
+        f"No checkpoint is whole: {next(damages(folders[0]))}. `tarantella checkpoint verify` "
+        "names what is damaged."
+    )
 
 
 def _restored(folder: Path, manifest: Manifest, source: str | None) -> Any:

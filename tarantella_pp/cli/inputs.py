@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import json
@@ -16,7 +15,7 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from tarantella_pp.errors import (
     MissingDependencyError,
     PlanError,
     UnsupportedModelError,
+    alike,
 )
 from tarantella_pp.launch.cause import describe
 
@@ -69,36 +69,26 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
-def _number(text: str, units: Mapping[str, float], least: float, expected: str) -> float:
-    """Reads a number with a unit."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-zµ/]*)\s*", text.lower())
-    value = float(match[1]) * units.get(match[2], math.inf) if match else math.inf
-    if not least <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"Expected {expected}. Received: {text!r}")
-    return value
+def _number(units: Mapping[str, float], least: float, expected: str) -> Callable[[str], float]:
+    """Makes what reads a number with a unit, and refuses others in words."""
+
+    def read(text: str) -> float:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-zµ/]*)\s*", text.lower())
+        value = float(match[1]) * units.get(match[2], math.inf) if match else math.inf
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"Expected {expected}. Received: {text!r}")
+        return value
+
+    return read
 
 
-def bytes_per_second(text: str) -> float:
-    """Reads a bandwidth, such as `"10GB"`, `"10GB/s"` or `"100Gbit/s"`, in bytes per second."""
-    # Below a thousand, a unit has been forgotten: `--nic 10` is hardly meant for 10 bytes.
-    return _number(
-        text, _BANDWIDTHS, 1e3, "a number with its unit, e.g. '10GB', '10GB/s' or '100Gbit/s'"
-    )
-
-
-def seconds(text: str) -> float:
-    """Reads a time, such as `"5us"` or `"1.5ms"`; a plain number is seconds."""
-    return _number(text, _SECONDS, 0.0, "seconds, or e.g. '5us' or '1ms'")
-
-
-def positive_seconds(text: str) -> float:
-    """Reads a time over 0, in seconds or with a unit as for `seconds`."""
-    return _number(text, _SECONDS, 1e-9, "more than 0 seconds, e.g. '90' or '500ms'")
-
-
-def flops_per_second(text: str) -> float:
-    """Reads a speed, such as `"500GFLOPs"`; a plain number is TFLOP/s."""
-    return _number(text, _FLOPS, 1.0, "TFLOP/s of a rank, or e.g. '500GFLOPs'")
+# Below a thousand bytes, a unit has been forgotten: `--nic 10` is hardly meant for 10 bytes.
+bytes_per_second = _number(
+    _BANDWIDTHS, 1e3, "a number with its unit, e.g. '10GB', '10GB/s' or '100Gbit/s'"
+)
+seconds = _number(_SECONDS, 0.0, "seconds, or e.g. '5us' or '1ms'")
+positive_seconds = _number(_SECONDS, 1e-9, "more than 0 seconds, e.g. '90' or '500ms'")
+flops_per_second = _number(_FLOPS, 1.0, "TFLOP/s of a rank, or e.g. '500GFLOPs'")
 
 
 def load_plan(path: str) -> Plan:
@@ -180,13 +170,6 @@ def _application(name: str) -> Any:
     )
 
 
-def alike(name: str, names: Iterable[str]) -> str:
-    """Suggests names that are there."""
-    known = {one.lower(): one for one in names}
-    close = difflib.get_close_matches(name.lower(), known, n=3)
-    return f" Is it {' or '.join(known[one] for one in close)}?" if close else ""
-
-
 def _called(source: str) -> Any:
     """Calls the function that makes a model."""
     place, _, name = source.rpartition(":")
@@ -197,7 +180,11 @@ def _called(source: str) -> Any:
             f"Expected module:function or script.py:function. Received: MODEL={source!r}"
         )
     with quiet_keras(place) as keras:
-        module = _imported(place) if script is None else _loaded(script, name)
+        if script is not None:
+            module = _loaded(script, name)
+        else:  # from the current folder as well, as `python -m` does
+            sys.path[:0] = [] if {os.getcwd(), ""} & {*sys.path} else [os.getcwd()]
+            module = importlib.import_module(place)
         made = getattr(module, name, None)
     if not callable(made):
         names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
@@ -210,13 +197,6 @@ def _called(source: str) -> Any:
             f"{source} must make a Keras model. Received: a value of type {type(made).__name__}"
         )
     return made
-
-
-def _imported(name: str) -> ModuleType:
-    """Imports a module, from the current folder as well, as `python -m` does."""
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    return importlib.import_module(name)
 
 
 def _loaded(script: Path, name: str) -> ModuleType:

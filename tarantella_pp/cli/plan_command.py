@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 from tarantella_pp.cli import inputs
 from tarantella_pp.cli.inputs import positive_int
 from tarantella_pp.cli.output import (
-    FAILURE,
     add_subcommands,
     check_target,
-    one_line,
-    write_json,
     write_table,
 )
-from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tarantella_pp.partition.graph.layer_graph import LayerGraph
@@ -41,9 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         subcommand.add_argument("--html", nargs="?", const="", metavar="FILE",
             help="write a page with stages, memory, timeline and layer graph, which needs no "
             "network: into a file or a folder (default: here, named after the model)")  # fmt: skip
-    check.add_argument("model", metavar="MODEL", help=inputs.HELP)
-    for subcommand in (make, show, check):
         subcommand.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    check.add_argument("model", metavar="MODEL", help=inputs.HELP)
     parser.epilog = (
         "exit codes: 0 done; 1 failed, or the plan does not fit; 2 usage, or a malformed file."
     )
@@ -168,20 +164,19 @@ def _check_page(arguments: argparse.Namespace) -> None:
 
 def _write(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) -> int:
     """Writes a plan to stdout, and its page if one is asked for; returns the exit code."""
-    if arguments.html is not None:
-        _write_page(plan, graph, arguments)
+    wrote = "" if arguments.html is None else _write_page(plan, graph, arguments.html)
     if arguments.json:
         sys.stdout.write(f"{plan.to_json()}\n")
     else:
-        write_table(plan)
+        write_table(*([wrote] if wrote else []), plan)
     return 0
 
 
-def _write_page(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) -> None:
+def _write_page(plan: Plan, graph: LayerGraph | None, given: str) -> str:
     from tarantella_pp.partition.plan.page import render_html
 
-    path = Path(arguments.html)
-    if not arguments.html or path.is_dir():
+    path = Path(given)
+    if not given or path.is_dir():
         name = re.sub(r"[^\w.-]+", "_", plan.model).strip("._")[:80] or "plan"
         path /= f"{name}.html"
     try:
@@ -190,27 +185,17 @@ def _write_page(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namesp
         raise ConfigurationError(
             f"Cannot write '{path}': {error.strerror}. Name a file that can be written."
         ) from error
-    if not arguments.json:
-        write_table(f"Wrote {path}.")
+    return f"Wrote {path}."
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    """Says whether the plan fits; returns 1 if it does not."""
+    """Says that the plan fits, or how it does not."""
     from tarantella_pp.partition.graph.units import count
 
     plan = inputs.load_plan(arguments.plan)
-    try:
-        plan.check(_graph_of(arguments.model, inputs.build_without_weights(arguments.model)))
-    except PlanError as error:
-        if not arguments.json:
-            raise
-        write_json({"fits": False, "difference": one_line(error)})
-        return FAILURE
-    if arguments.json:
-        write_json({"fits": True, "difference": None})
-    else:
-        write_table(
-            f"{arguments.plan} is a plan of {arguments.model}: "
-            f"{count(len(plan.assignment), 'node')} on {count(plan.num_stages, 'stage')}."
-        )
+    plan.check(_graph_of(arguments.model, inputs.build_without_weights(arguments.model)))
+    write_table(
+        f"{arguments.plan} is a plan of {arguments.model}: "
+        f"{count(len(plan.assignment), 'node')} on {count(plan.num_stages, 'stage')}."
+    )
     return 0

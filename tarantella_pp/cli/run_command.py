@@ -11,11 +11,10 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING
 
-from tarantella_pp.cli.inputs import alike, positive_int, positive_seconds
+from tarantella_pp.cli.inputs import positive_int, positive_seconds
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tarantella_pp.launch import mpi_launchers
     from tarantella_pp.launch.hosts import HostRanks
 
 EPILOG = """\
@@ -99,38 +98,41 @@ def _add_shares(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the script; returns the exit code of the job."""
-    from tarantella_pp.launch import mpi_launchers
-    from tarantella_pp.launch.environment import LOG_VARIABLE, parse_exports
+    from tarantella_pp.launch import environment, mpi_launchers, resources
+    from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE, SIZE_VARIABLE
+    from tarantella_pp.launch.run_job import JobRun
 
     arguments = _with_all_exports(arguments)
-    pinned = arguments.pin_to_socket or arguments.pin_memory_to_socket
-    if pinned and arguments.bind is not None:
-        raise ConfigurationError(
-            "A rank is bound to a socket, or to its share of all cores. "
-            f"Received: --pin-to-socket or --pin-memory-to-socket, and --bind={arguments.bind}"
-        )
     script = _script(arguments.command)
-    exported = parse_exports(arguments.exports, os.environ)
+    exported = environment.parse_exports(arguments.exports, os.environ)
     hosts, num_ranks, per_node = _placement(arguments)
     launcher = mpi_launchers.find_launcher(arguments.mpi)
     variables = _variables(arguments, per_node, exported)
     # Started inside another job (salloc, mpiexec), ranks would take its variables for their own.
-    inherited = mpi_launchers.without_other_jobs(os.environ)
-    environment = {**inherited, **variables, **exported}
-    job = _job(arguments, script, num_ranks, per_node, hosts, environment)
+    given = {**mpi_launchers.without_other_jobs(os.environ), **variables, **exported}
+    # MPI hands on only what it is given by name, and other hosts start from a bare login shell.
+    names = {*environment.needed_elsewhere(given), *exported}
+    names |= {SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE}
+    interpreter = shlex.split(arguments.python_interpreter or "") or [sys.executable]
+    job = mpi_launchers.Job(
+        command=(*interpreter, "-m", "tarantella_pp.launch.worker", *script),
+        num_ranks=num_ranks,
+        cores_per_rank=resources.threads_per_rank(per_node, os.environ),
+        hosts=hosts,
+        names=tuple(sorted(names)),
+        label_output=arguments.output_on_all_devices,
+        options=tuple(shlex.split(arguments.mpi_args or "")),
+        per_node=arguments.n_per_node,
+    )
     command = launcher.command(job)
     if arguments.dry_run:
         launcher.environment("", arguments.remote_shell)
         _show(command, hosts, variables, exported)
         return 0
-
-    from tarantella_pp.launch.run_job import JobRun
-
-    quiet = arguments.log_level in ("WARNING", "ERROR") and LOG_VARIABLE in variables
+    quiet = environment.LOG_VARIABLE in variables and arguments.log_level in ("WARNING", "ERROR")
     job_run = JobRun(launcher, num_ranks, arguments.timeout, hosts=hosts, quiet=quiet)
     with tempfile.TemporaryDirectory(prefix="tarantella-", ignore_cleanup_errors=True) as folder:
-        environment |= launcher.environment(folder, arguments.remote_shell)
-        return job_run.run(command, environment)
+        return job_run.run(command, given | launcher.environment(folder, arguments.remote_shell))
 
 
 def _placement(arguments: argparse.Namespace) -> tuple[tuple[HostRanks, ...], int, int]:
@@ -163,18 +165,23 @@ def _variables(
     from tarantella_pp.partition.graph.units import parse_bytes
     from tarantella_pp.partition.options import FUSION_VARIABLE
 
+    binding = "" if arguments.bind == "none" else resources.TO_CORES
+    if arguments.pin_to_socket or arguments.pin_memory_to_socket:
+        if arguments.bind is not None:
+            raise ConfigurationError(
+                "A rank is bound to a socket, or to its share of all cores. Received: "
+                f"--pin-to-socket or --pin-memory-to-socket, and --bind={arguments.bind}"
+            )
+        memory = arguments.pin_memory_to_socket
+        binding = resources.TO_MEMORY if memory else resources.TO_SOCKET
     variables = environment.rank_environment(
         arguments.log_level, arguments.output_on_all_devices, {**os.environ, **exported}
-    )
-    variables[resources.COUNT_VARIABLE] = str(arguments.threads or "")
-    variables[resources.RANKS_VARIABLE] = str(per_node)
-    binding = "" if arguments.bind == "none" else resources.TO_CORES
-    if arguments.pin_memory_to_socket:
-        binding = resources.TO_MEMORY
-    elif arguments.pin_to_socket:
-        binding = resources.TO_SOCKET
-    variables[resources.BIND_VARIABLE] = binding
-    variables[environment.LOG_ALL_VARIABLE] = "1" if arguments.log_on_all_devices else "0"
+    ) | {
+        resources.COUNT_VARIABLE: str(arguments.threads or ""),
+        resources.RANKS_VARIABLE: str(per_node),
+        resources.BIND_VARIABLE: binding,
+        environment.LOG_ALL_VARIABLE: "1" if arguments.log_on_all_devices else "0",
+    }
     if arguments.share_gpus:
         variables[resources.SHARE_VARIABLE] = "1"
     if arguments.no_gpu:
@@ -185,40 +192,6 @@ def _variables(
         size = parse_bytes(arguments.fusion_threshold, "--fusion-threshold")
         variables[FUSION_VARIABLE] = str(size)
     return variables
-
-
-def _job(
-    arguments: argparse.Namespace,
-    script: list[str],
-    num_ranks: int,
-    per_node: int,
-    hosts: tuple[HostRanks, ...],
-    environment: dict[str, str],
-) -> mpi_launchers.Job:
-    """Returns what the MPI launcher has to know."""
-    from tarantella_pp.launch import mpi_launchers, resources
-    from tarantella_pp.launch.environment import needed_elsewhere
-    from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE, SIZE_VARIABLE
-
-    of_job = {SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE}
-    # MPI hands on only what it is given by name, and other hosts start from a bare login shell.
-    names = {*needed_elsewhere(environment), *of_job}
-    names |= {option.partition("=")[0] for option in arguments.exports}
-    return mpi_launchers.Job(
-        command=(*interpreter_of(arguments), "-m", "tarantella_pp.launch.worker", *script),
-        num_ranks=num_ranks,
-        cores_per_rank=resources.threads_per_rank(per_node, os.environ),
-        hosts=hosts,
-        names=tuple(sorted(names)),
-        label_output=arguments.output_on_all_devices,
-        options=tuple(shlex.split(arguments.mpi_args or "")),
-        per_node=arguments.n_per_node,
-    )
-
-
-def interpreter_of(arguments: argparse.Namespace) -> list[str]:
-    """Returns the command that runs Python on each rank."""
-    return shlex.split(arguments.python_interpreter or "") or [sys.executable]
 
 
 def _show(
@@ -251,10 +224,10 @@ def _script(command: list[str]) -> list[str]:
             f"Received: {shlex.join(script)}"
         )
     if not pathlib.Path(script[0]).is_file():
-        from tarantella_pp.cli.main import COMMANDS
-
-        meant = alike(script[0], COMMANDS) if script[0].isalpha() else ""
-        raise ConfigurationError(f"There is no script {script[0]!r} in {os.getcwd()}.{meant}")
+        raise ConfigurationError(
+            f"There is no script {script[0]!r} in {os.getcwd()}, and no command of that name: see "
+            "`tarantella --help`."
+        )
     return script
 
 

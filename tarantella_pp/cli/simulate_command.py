@@ -5,34 +5,30 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from tarantella_pp.cli import inputs
 from tarantella_pp.cli.output import table, write_json, write_table
 from tarantella_pp.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-    from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint
-    from tarantella_pp.simulation.network import Nodes
-    from tarantella_pp.simulation.simulator import StepTimeline
-
-
-DESCRIPTION = """\
-Plays one step of a plan on ranks that need not be there: step time, bubble, peak memory, and how it
-scales with replicas. Stages that were measured take the seconds that the plan has; others take
-their arithmetic at --speed."""
+from tarantella_pp.partition.graph.units import count, format_bytes, format_seconds, percent
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machine_of
+from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint
+from tarantella_pp.simulation.network import Nodes
+from tarantella_pp.simulation.simulator import StepTimeline, idle_fraction
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella simulate`."""
     parser.set_defaults(run=run)
     parser.usage = "%(prog)s PLAN [options]"
-    parser.description = DESCRIPTION
+    parser.description = (
+        "Plays one step of a plan on ranks that need not be there: step time, bubble, peak memory, "
+        "and how it scales with replicas. Stages that were measured take the seconds that the plan "
+        "has; others take their arithmetic at --speed."
+    )
     add = parser.add_argument
     add("plan", metavar="PLAN", help="the plan's JSON file, of a Keras model")
     add("--replicas", type=inputs.positive_int, metavar="R",
@@ -74,10 +70,7 @@ def _add_hosts(group: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the simulation."""
-    from tarantella_pp.cli.inputs import load_plan
-    from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
-
-    plan = load_plan(arguments.plan)
+    plan = inputs.load_plan(arguments.plan)
     machine = _machine(arguments, plan.machine)
     schedule = arguments.schedule or plan.schedule
     micro_batches = arguments.micro_batches or plan.num_micro_batches
@@ -93,8 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     replicas = _replicas(arguments, simulation.spec(arguments.ranks).num_ranks, plan.num_replicas)
     simulation = replace(simulation, num_replicas=replicas)
     step = simulation.step(arguments.ranks)
-    point = simulation.point(step, replicas)
-    curve = simulation.curve(step, arguments.ranks)
+    point, curve = simulation.point(step, replicas), simulation.curve(step, arguments.ranks)
     # What bubble would be left with links that take no time: stages that are uneven, or too few
     # micro-batches.
     balance = simulation.without_messages().step(arguments.ranks).bubble_fraction
@@ -105,8 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     write_table(*_summary(simulation, step, point, balance), _rank_table(step))
     if arguments.timeline:
         timeline = simulation.replicated(step, replicas)
-        columns = shutil.get_terminal_size((100, 24)).columns
-        write_table(timeline.to_text(max(40, columns - 12)))
+        width = max(40, shutil.get_terminal_size((100, 24)).columns - 12)
+        write_table(timeline.to_text(width))
     write_table("Scaling, with the same work for each replica:", _curve_table(curve))
     write_table(*(f"Assumed: {line}" for line in _assumptions(simulation)))
     return 0
@@ -114,8 +106,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _machine(arguments: argparse.Namespace, planned: HardwareSpec | None) -> HardwareSpec:
     """Returns the machine that a plan was made for, with what the command line says otherwise."""
-    from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machine_of
-
     machine = planned or HardwareSpec()
     if arguments.machine is not None:
         machine = machine_of(arguments.machine)
@@ -132,8 +122,6 @@ def _machine(arguments: argparse.Namespace, planned: HardwareSpec | None) -> Har
 
 def _nodes(arguments: argparse.Namespace, machine: HardwareSpec) -> Nodes | None:
     """Returns the hosts that the command line describes."""
-    from tarantella_pp.simulation.network import Nodes
-
     if arguments.ranks_per_node is not None:
         links = (arguments.nic or machine.bandwidth, arguments.inside or machine.bandwidth)
         return Nodes(arguments.ranks_per_node, *links)
@@ -165,18 +153,8 @@ def _summary(
     """Makes the lines at the top."""
     from rich.text import Text
 
-    from tarantella_pp.partition.graph.units import count, format_bytes, format_seconds, percent
-
-    plan = simulation.plan
-    sums = point.exposed_seconds
+    plan, sums = simulation.plan, point.exposed_seconds
     summed = f", of which {format_seconds(sums)} wait for sums of gradients" if sums else ""
-    over = ""
-    if (limits := plan.limits) is not None:
-        if len(limits) != len(step.peak_bytes):  # limits are of stages, not of ranks with several
-            limits = (min(limits),) * len(step.peak_bytes)
-        fits = all(peak <= limit for peak, limit in zip(step.peak_bytes, limits, strict=True))
-        over = f", {'within' if fits else 'ABOVE'} the plan's limit of {format_bytes(min(limits))}"
-    bubble = f"{percent(step.bubble_fraction)}, {percent(balance)} without messages"
     title = (
         f"A step of '{plan.model}': {count(plan.num_stages, 'stage')} on "
         f"{count(point.num_ranks, 'rank')}, {simulation.schedule}, "
@@ -187,16 +165,13 @@ def _summary(
         Text(title, style="bold"),
         f"Step:       {format_seconds(point.step_seconds)}{summed}",
         f"Throughput: {point.samples_per_second:.4g} samples/s, {point.speed_up:.2f} x one rank",
-        f"Bubble:     {bubble}",
-        f"Memory:     {format_bytes(max(step.peak_bytes))} on the largest rank{over}",
+        f"Bubble:     {percent(step.bubble_fraction)}, {percent(balance)} without messages",
+        f"Memory:     {format_bytes(max(step.peak_bytes))} on the largest rank",
     ]
 
 
 def _rank_table(step: StepTimeline) -> Any:
     """The ranks of one pipeline."""
-    from tarantella_pp.partition.graph.units import format_bytes, format_seconds, percent
-    from tarantella_pp.simulation.simulator import idle_fraction
-
     rows = []
     for rank, (busy, peak) in enumerate(zip(step.busy_seconds, step.peak_bytes, strict=True)):
         stages = " ".join(str(s) for s, owner in enumerate(step.placement) if owner == rank)
@@ -207,8 +182,6 @@ def _rank_table(step: StepTimeline) -> Any:
 
 def _curve_table(curve: list[ScalePoint]) -> Any:
     """The scaling curve."""
-    from tarantella_pp.partition.graph.units import format_seconds, percent
-
     rows = [
         (
             f"{point.num_ranks:,}",
@@ -250,32 +223,32 @@ def _assumptions(simulation: PlanSimulation) -> list[str]:
     """Says what the figures rest on."""
     plan, machine, nodes = simulation.plan, simulation.machine, simulation.nodes
     measured = [i for i, stage in enumerate(plan.stages) if stage.forward_seconds is not None]
-    lines, latency, ring = [], f"{machine.latency * 1e6:g} us", "in a ring"
+    lines, ring = [], "in a ring"
     if len(measured) < plan.num_stages:
-        moves = machine.memory_bandwidth
-        longer = "" if moves is None else f", or moves {_gigabytes(moves)} if that takes longer"
+        simple = machine.memory_bandwidth is None and not machine.layers
+        more = "" if simple else ", and what else `machine` of --json says"
         lines.append(
-            f"a rank does {machine.flops_per_second / 1e12:g} TFLOP/s on every layer{longer}; a "
+            f"a rank does {machine.flops_per_second / 1e12:g} TFLOP/s on every layer{more}; a "
             "backward pass takes twice its forward pass, half for inputs and half for weights."
         )
-    if machine.layers or machine.weight_bandwidth or machine.action_seconds:
-        lines.append("what else is known of a rank stands in `machine` of --json.")
     if measured:
         lines.append(f"stages {_list(measured)} take the seconds that the plan has of them.")
-    if nodes is None:
-        lines.append(f"links do {_gigabytes(machine.bandwidth)} each way after {latency}.")
-    else:
+    links = f"links do {_gigabytes(machine.bandwidth)} each way after"
+    if nodes is not None:
         ring = "inside each host, then in a ring of hosts"
-        lines.append(
+        links = (
             f"hosts have {nodes.ranks_per_node} ranks, which do {_gigabytes(nodes.inside)} between "
-            f"two of them and share a card of {_gigabytes(nodes.card)} each way; {latency} each."
+            f"two of them and share a card of {_gigabytes(nodes.card)} each way;"
         )
     lines += [
+        f"{links} {machine.latency * 1e6:g} us.",
         f"each replica has the plan's samples; they sum gradients {ring}, while ranks compute.",
         "updates of weights, reading data and the framework's own time are left out.",
     ]
     if plan.recompute:
         lines.append(f"stages {_list(plan.recompute)} repeat their forward pass.")
+    if plan.except_last:
+        lines.append(f"stages {_list(plan.except_last)} keep all of the last micro-batch instead.")
     return lines
 
 
@@ -283,5 +256,5 @@ def _gigabytes(speed: float | None) -> str:
     return f"{(speed or math.inf) / 1e9:g} GB/s"
 
 
-def _list(numbers: Iterable[int]) -> str:
+def _list(numbers: Any) -> str:
     return ", ".join(map(str, numbers))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
@@ -11,7 +10,12 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.errors import ConfigurationError, UnsupportedModelError, checked_count
+from tarantella_pp.errors import (
+    ConfigurationError,
+    UnsupportedModelError,
+    alike,
+    checked_count,
+)
 from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.internals.training import strategy_of
 from tarantella_pp.models.training_loops import TrainingLoops
@@ -39,9 +43,7 @@ def check_options(kind: type, given: Iterable[str]) -> None:
     if any(option.kind is option.VAR_KEYWORD for option in known.values()):
         return
     for name in set(given) - set(known):
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise TypeError(f"{kind.__name__} has no option '{name}'.{hint}")
+        raise TypeError(f"{kind.__name__} has no option '{name}'.{alike(name, known)}")
 
 
 def check_model(model: Any) -> None:

@@ -32,7 +32,7 @@ def test_help_and_version_of_a_process_of_its_own() -> None:
         (["-n", "2", "--"], "No script to run"),
         (["-n", "2", "--", "-m"], "No script to run"),
         (["missing.py"], "There is no script 'missing.py'"),
-        (["plna", "make"], "Is it plan?"),
+        (["plna", "make"], "no command of that name"),
         (["-n", "2", "--", "python3.11", "x.py"], "Leave out python3.11: ranks run this Python"),
         (["--mpi", "pvm", "x.py"], "pvm"),
         (["-x", "A-B=1", __file__], "Received: -x A-B=1"),

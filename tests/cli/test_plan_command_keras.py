@@ -174,7 +174,7 @@ def test_an_application(command, script, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("code", "source", "complaint"),
     [
-        (2, "planned_models.py:smal", "There is no function 'smal' in planned_models.py. Is it"),
+        (2, "planned_models.py:smal", "There is no function 'smal' in planned_models.py. Did you"),
         (2, "planned_models.py:not_callable", "There is no function 'not_callable'"),
         (1, "no_such_module:small", "No module named 'no_such_module'"),
         (1, "planned_models.py:needs", "missing 2 required positional arguments: 'width' and"),

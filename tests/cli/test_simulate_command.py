@@ -140,16 +140,6 @@ def test_tables(command, plan) -> None:
     assert "Assumed: a rank does 1 TFLOP/s" in command.stdout
 
 
-@pytest.mark.parametrize(("spare", "verdict"), [(0, "within"), (-1, "ABOVE")])
-def test_the_limit_of_the_plan_is_watched(command, tmp_path, spare, verdict) -> None:
-    path = tmp_path / "plan.json"
-    graph, assignment = chain_graph(STAGES), [0, 1, 2, 3]
-    largest = max(stage.memory_bytes for stage in plan_of(graph, assignment).stages)
-    plan_of(graph, assignment, memory_limit=largest + spare).save(path)
-    assert command("simulate", path) == 0
-    assert f"{verdict} the plan's limit" in command.stdout
-
-
 @pytest.mark.parametrize(
     ("code", "arguments", "complaint"),
     [

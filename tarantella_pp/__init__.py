@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from tarantella_pp.models.deferred_init import deferred_init as deferred_init
     from tarantella_pp.models.make_plan import make_plan as make_plan
     from tarantella_pp.models.pipeline_model import PipelineModel as PipelineModel
-    from tarantella_pp.models.ranks import barrier as barrier
-    from tarantella_pp.models.ranks import get_master_rank as get_master_rank
-    from tarantella_pp.models.ranks import get_rank as get_rank
-    from tarantella_pp.models.ranks import get_size as get_size
-    from tarantella_pp.models.ranks import init as init
-    from tarantella_pp.models.ranks import is_master_rank as is_master_rank
     from tarantella_pp.partition.graph.profile import Profile as Profile
     from tarantella_pp.partition.plan.hardware_spec import HardwareSpec as HardwareSpec
     from tarantella_pp.partition.plan.hardware_spec import LayerSpeed as LayerSpeed
     from tarantella_pp.partition.plan.hardware_spec import PassSpeed as PassSpeed
     from tarantella_pp.partition.plan.hardware_spec import machines as machines
     from tarantella_pp.partition.plan.plan import Plan as Plan
+    from tarantella_pp.runtime.comm.ranks import barrier as barrier
+    from tarantella_pp.runtime.comm.ranks import get_master_rank as get_master_rank
+    from tarantella_pp.runtime.comm.ranks import get_rank as get_rank
+    from tarantella_pp.runtime.comm.ranks import get_size as get_size
+    from tarantella_pp.runtime.comm.ranks import init as init
+    from tarantella_pp.runtime.comm.ranks import is_master_rank as is_master_rank
     from tarantella_pp.runtime.profiler import profile as profile
 
     __version__: str
@@ -54,7 +54,7 @@ _PUBLIC = {
     "models.make_plan": ("make_plan",),
     "models.pipeline_model": ("PipelineModel",),
     "runtime.profiler": ("profile",),
-    "models.ranks": (
+    "runtime.comm.ranks": (
         "barrier", "get_master_rank", "get_rank", "get_size", "init", "is_master_rank",
     ),
     "partition.graph.profile": ("Profile",),

@@ -26,7 +26,7 @@ LIGHT_MODULES = [
     "tarantella_pp.simulation",
     "tarantella_pp.partition.plan.plan_simulation",
     "tarantella_pp.runtime.comm.communicator",
-    "tarantella_pp.models.ranks",
+    "tarantella_pp.runtime.comm.ranks",
 ]
 
 

@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import json
+import logging
+import math
 import os
-from collections.abc import Mapping
+import signal
+import sys
+import threading
+import types
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from tarantella_pp.errors import ConfigurationError, checked_count
+from tarantella_pp.files.checkpoint_reader import RestoredState, newest_whole
+from tarantella_pp.files.checkpoint_writer import CheckpointWriter
+from tarantella_pp.files.manifest import DataPosition, Manifest
+from tarantella_pp.files.run_facts import (
+    configs_of,
+    facts_of,
+    refuse_others,
+    versions,
+)
+from tarantella_pp.internals.data import (
+    EpochStart,
+    has_stopped,
+    remembers,
+    remind,
+    start_epoch,
+    starting_anywhere,
+    state_of,
+)
+from tarantella_pp.internals.optimizers import settable_learning_rate, wrapped_in
+
+logger = logging.getLogger(__name__)
+# EX_TEMPFAIL: start it again; `tarantella` ends so, too, when SIGTERM has stopped a job.
+EXIT_CODE = 75
 
 
+# When it writes (W), with `every=2` and epochs of three steps:
+#
+#   step 1   2   3 | validation | 4   5   6 | validation
+#            W                    W      due             W
+#
+# A checkpoint that is due at the last step of an epoch waits for the epoch's end: the epoch is
+# counted there, and what callbacks do with its logs belongs into the checkpoint.
 class Checkpoint(keras.callbacks.Callback):
     """Writes checkpoints, and lets `fit` go on from the newest one there is.
 
@@ -56,11 +97,317 @@ class Checkpoint(keras.callbacks.Callback):
         self.directory = Path(os.path.abspath(directory))
         self.every = every if every == "epoch" else checked_count("every", every)
         self.keep = checked_count("keep", keep)
+        self.preempted = False  # whether SIGTERM has asked this rank to end
+        self._adapter: Any = None  # reads the data of the `fit` in hand
+
+    def begin(
+        self,
+        model: Any,
+        adapter: Any,
+        *,
+        initial_epoch: int,
+        epochs: int,
+        steps_per_epoch: int | None,
+        shuffle: bool,
+    ) -> None:
+        """Prepares for one `fit` of a model of this library, behind all other callbacks."""
+        engine = model._engine
+        self.preempted = False
+        self._model = model
+        self._adapter = adapter
+        self._epochs = epochs
+        self._steps_per_epoch = steps_per_epoch
+        self._shuffle = shuffle
+        self._callbacks: dict[str, Any] = {}
+        self._ranks = engine.communicator
+        self._writer = CheckpointWriter(
+            self._ranks, self.directory, self.keep, sorted(engine.stages)
+        )
+        self._share = model._state_share()
+        self._facts: dict[str, Any] = {}
+        self._configs: dict[str, Any] = {}
+        self._history: dict[str, list[Any]] = {}
+        self._restored: RestoredState | None = None
+        self._step = self._epoch_step = 0
+        self._epoch = self._initial_epoch = initial_epoch
+        self._epoch_length: int | None = None
+        self._written = (-1, -1)  # step and epochs of the last one
+        self._due = self._cut = False
+
+    def follow(self, callbacks: Iterable[Any]) -> None:
+        """Takes over the state of other callbacks, by class and number within the class."""
+        counts: Counter[str] = Counter()
+        for callback in filter(remembers, callbacks):
+            kind = type(callback).__name__
+            self._callbacks[f"{kind}#{counts[kind]}"] = callback
+            counts[kind] += 1
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Surrounds Keras' own `fit`."""
+        try:
+            with self._noting_sigterm(), starting_anywhere(self._model):
+                yield
+        finally:
+            self._adapter.start = self._adapter = None
+            self._model._engine.before_training = None
+
+    @contextlib.contextmanager
+    def _noting_sigterm(self) -> Iterator[None]:
+        """Notes SIGTERM instead of ending at once.
+
+        A second one changes nothing: Slurm sends it to all processes of a job, and the launcher
+        passes it on besides. What came too late to be acted upon takes its usual effect afterwards.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: types.FrameType | None) -> None:
+            self.preempted = True
+
+        before = signal.signal(signal.SIGTERM, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        if self.preempted:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Refuses a model of plain Keras; others have a `CheckpointRun` do the work."""
-        raise ConfigurationError(
-            "tnt.callbacks.Checkpoint saves models of this library. Received: a "
-            f"{type(self.model).__name__}. Wrap it, tnt.PipelineModel(model), or use "
-            "keras.callbacks.BackupAndRestore."
+        """Goes on from the newest checkpoint, or begins; takes all ranks."""
+        if self._adapter is None:
+            raise ConfigurationError(
+                "tnt.callbacks.Checkpoint saves models of this library. Received: a "
+                f"{type(self.model).__name__}. Wrap it, tnt.PipelineModel(model), or use "
+                "keras.callbacks.BackupAndRestore."
+            )
+        options = {"directory": str(self.directory), "every": self.every, "keep": self.keep}
+        with self._ranks.call("Checkpoint", **options):
+            pass  # the same on all ranks
+        self._configs = configs_of(self._model)
+        self._facts = self._ranks.broadcast_json(facts_of(self._model, self._data_facts()))
+        found = newest_whole(self._ranks, self.directory)
+        trains = True
+        if found is not None:
+            folder, manifest = found
+            config, rate = self._configs["config"], _learning_rate_of(self._model)
+            refuse_others(manifest, self._facts, config, rate, str(folder))
+            trains = self._go_on(folder, manifest)
+        if trains:
+            self._writer.prepare()
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Undoes what the beginning of an epoch has changed that had begun before."""
+        restored = self._completed_history()
+        if restored is None or not self._epoch_step:
+            return
+        saved, engine = restored.manifest, self._model._engine
+        if saved.learning_rate is not None:  # schedules have set the rate of the epoch
+            wrapped_in(self._model.optimizer).learning_rate = saved.learning_rate
+        engine.logs = dict(saved.logs)  # which stay if no batch follows
+        # The first batch makes the variables of metrics.
+        engine.before_training = lambda: restored.assign(self._share.metrics())
+        self._remind(saved)  # on_epoch_begin may have reset them
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Writes after a step, if it is time to."""
+        before, self._step = self._step, self._step + batch + 1 - self._epoch_step
+        self._epoch_step = batch + 1
+        due = self.every != "epoch" and self._step // int(self.every) > before // int(self.every)
+        length = self._epoch_length or self.params.get("steps")
+        if length is not None and batch + 1 >= length:  # the end of the epoch follows
+            self._due = due
+            return
+        # `Lockstep` has all ranks stop after the same step, so that all of them come to ask why.
+        stops = self._stops()
+        preempted = stops and self._any_preempted()
+        if due or stops:
+            self._write(logs or {})
+        self._cut = stops
+        if preempted:
+            self._leave()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Writes after an epoch and its validation, if it is time to."""
+        logs = logs or {}
+        self._model._engine.before_training = None  # if there was no step left
+        if not self._cut:
+            self._epoch_length = self._epoch_step
+            self._epoch, self._epoch_step = epoch + 1, 0
+            for name, value in logs.items():
+                self._history.setdefault(name, []).append(_number(value))
+        stops = self._stops()
+        last = stops or epoch + 1 >= self._epochs
+        if not self._cut and (self.every == "epoch" or self._due or last):
+            self._write(logs)
+        self._due = False
+        if stops and self._any_preempted():
+            self._leave()
+
+    def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Completes the history of a `fit` that had nothing to train."""
+        self._completed_history()
+
+    def _data_facts(self) -> dict[str, Any]:
+        """What is known of the data on the rank that reads them."""
+        adapter = self._adapter
+        facts = {"contents": adapter.description, "batches": adapter.num_batches}
+        facts |= {"steps_per_epoch": self._steps_per_epoch, "shuffle": self._shuffle}
+        return facts | ({} if adapter.cursor is None else adapter.cursor.facts())
+
+    def _go_on(self, folder: Path, saved: Manifest) -> bool:
+        """Takes over a checkpoint; returns whether anything is left to train."""
+        if self._initial_epoch > saved.epoch:
+            raise ConfigurationError(
+                f"Checkpoint '{folder}' has trained {saved.where()}. Received: initial_epoch="
+                f"{self._initial_epoch}, which leaves out epochs. Leave initial_epoch out: "
+                "`fit` goes on where the checkpoint was written."
+            )
+        self._restored = restored = RestoredState(folder, saved)
+        restored.restore(self._model, self._share)
+        self._facts = saved.facts
+        self._history = {name: list(values) for name, values in saved.history.items()}
+        self._step, self._epoch, self._epoch_step = saved.step, saved.epoch, saved.epoch_step
+        self._written = (saved.step, saved.epoch)
+        self._initial_epoch = saved.initial_epoch
+        self._remind(saved)
+        for name, callback in self._callbacks.items():
+            best = restored.arrays(f"best/{name}")
+            early_stopping = isinstance(callback, keras.callbacks.EarlyStopping)
+            if best and early_stopping and callback.restore_best_weights:
+                callback.best_weights = [best[str(i)] for i in range(len(best))]
+        everywhere = set().union(*self._ranks.allgather_json([*self._callbacks]))
+        gone = [name.partition("#")[0] for name in saved.callbacks if name not in everywhere]
+        if gone:
+            self._tell(f"no {', no '.join(gone)} is among the callbacks: its state is left out")
+        stopped_early = any(map(has_stopped, self._callbacks.values()))
+        state = "was stopped early" if stopped_early else f"has trained {saved.where()}"
+        if stopped_early or saved.epoch >= self._epochs:
+            self._tell(
+                f"nothing is trained: checkpoint '{folder}' {state} of epochs={self._epochs}. "
+                "Raise epochs, or give a new run a directory of its own."
+            )
+            start_epoch(self._model, max(saved.epoch, self._epochs, 1))
+            return False
+        self._tell(f"goes on from checkpoint '{folder}', which {state}")
+        start_epoch(self._model, saved.epoch)
+        position = saved.position
+        if self._epoch_step or position.in_pass:
+            before = position.batches - self._epoch_step
+            self._adapter.start = EpochStart(self._epoch_step, before, position.in_pass)
+        if self._adapter.cursor is not None:
+            self._adapter.cursor.resume(position, restored.arrays("data"))
+        return True
+
+    def _completed_history(self) -> RestoredState | None:
+        """Puts the epochs before the checkpoint into the history of this `fit`, once."""
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            saved, history = restored.manifest, self._model.history
+            history.history.update({name: list(kept) for name, kept in saved.history.items()})
+            history.epoch[:] = range(saved.initial_epoch, saved.epoch)
+        return restored
+
+    def _remind(self, saved: Manifest) -> None:
+        for name, callback in self._callbacks.items():
+            if name in saved.callbacks:
+                remind(callback, saved.callbacks[name])
+
+    def _merged(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """What all ranks know together; the first that knows a thing counts."""
+        merged: dict[str, Any] = {}
+        for theirs in reversed(self._ranks.allgather_json(mine)):
+            merged |= theirs
+        return merged
+
+    def _write(self, logs: Mapping[str, Any]) -> None:
+        """Writes a checkpoint, unless there is one or the loss is none to go on with."""
+        now = (self._step, self._epoch)  # an epoch may end after its last step was written
+        if self._written == now:
+            return
+        loss = logs.get("loss")
+        if loss is not None and not math.isfinite(float(np.mean(loss))):
+            self._tell(f"writes no checkpoint: the loss is {loss} after step {self._step}")
+            return
+        engine, model = self._model._engine, self._model
+        position, order = self._position()
+        own = {**self._share.owned(), **{f"data/{name}": array for name, array in order.items()}}
+        if self._ranks.rank == 0:
+            own |= self._best_weights()
+        states = {name: _json_state(name, each) for name, each in self._callbacks.items()}
+        state = {
+            "step": self._step,
+            "epoch": self._epoch,
+            "epoch_step": self._epoch_step,
+            "initial_epoch": self._initial_epoch,
+            "learning_rate": _learning_rate_of(model),
+            "position": position,
+            "facts": self._facts,
+            "history": self._history,
+            "logs": {name: _number(value) for name, value in engine.logs.items()},
+            "callbacks": self._merged(states),
+            "plan": json.loads(model.plan.to_json()),
+            **self._configs,
+            "versions": versions(),
+            "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+        self._writer.write(own, state)
+        self._written = now
+
+    def _position(self) -> tuple[DataPosition, dict[str, Any]]:
+        """How far the data have been read, and what arrays it takes to come back there."""
+        epochs, adapter = self._epoch - self._initial_epoch, self._adapter
+        if adapter.cursor is None:
+            return DataPosition("", 0, 0, epochs, in_pass=False), {}
+        place, arrays = adapter.cursor.position(
+            self._epoch_step, adapter.num_batches, self._steps_per_epoch
         )
+        return DataPosition(**place, epochs=epochs), arrays
+
+    def _best_weights(self) -> dict[str, Any]:
+        """What an `EarlyStopping` would restore in the end, which every rank has."""
+        return {
+            f"best/{name}/{i}": np.asarray(weight)
+            for name, callback in self._callbacks.items()
+            if isinstance(callback, keras.callbacks.EarlyStopping)
+            for i, weight in enumerate(callback.best_weights or ())
+        }
+
+    def _stops(self) -> bool:
+        """Whether training stops; a job of one rank has no `Lockstep` that minds SIGTERM."""
+        alone = self._ranks.size == 1 and self.preempted
+        return alone or bool(self._model.stop_training)
+
+    def _any_preempted(self) -> bool:
+        return any(self._ranks.allgather_json(self.preempted))
+
+    def _leave(self) -> None:
+        """Ends this rank, as all others do."""
+        self._tell(f"ends after step {self._step}, as SIGTERM asks: start it again to go on")
+        sys.exit(EXIT_CODE)
+
+    def _tell(self, text: str) -> None:
+        if self._model._engine.prints:
+            logger.warning("%s", text)
+
+
+def _learning_rate_of(model: Any) -> float | None:
+    """The learning rate that callbacks may change; `None` where a schedule sets it."""
+    rate = settable_learning_rate(model)
+    return None if math.isnan(rate) else rate
+
+
+def _json_state(name: str, callback: Any) -> Any:
+    try:
+        return json.loads(json.dumps(state_of(callback), default=_number))
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"Callback {name.partition('#')[0]}.state_dict() must return numbers, texts, lists and "
+            f"dicts of them, for a checkpoint keeps it as JSON. {error}"
+        ) from error
+
+
+def _number(value: Any) -> Any:
+    """A value of logs as Python has it."""
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value

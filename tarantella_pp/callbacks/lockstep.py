@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import threading
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
+from tarantella_pp.callbacks.checkpoint import Checkpoint
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.optimizers import settable_learning_rate
 from tarantella_pp.runtime.comm.communicator import Communicator
@@ -30,9 +26,9 @@ class Lockstep(keras.callbacks.Callback):
     It is the last of a rank's callbacks, to see what the others have set.
     """
 
-    def __init__(self, communicator: Communicator, preemption: Preemption | None = None) -> None:
+    def __init__(self, communicator: Communicator, checkpoint: Checkpoint | None = None) -> None:
         super().__init__()
-        self._preemption = preemption
+        self._checkpoint = checkpoint
         self._communicator = communicator
         self._votes: Any = None  # on their way since the last step
         self._late = False  # whether one wanted to stop in the last step before validation
@@ -73,7 +69,7 @@ class Lockstep(keras.callbacks.Callback):
 
     def _note_preemption(self) -> None:
         """Asks all ranks to stop once this one is to end."""
-        if self._preemption is not None and self._preemption.asked:
+        if self._checkpoint is not None and self._checkpoint.preempted:
             self.model.stop_training = True
 
     def _agree(self, name: str) -> None:
@@ -106,37 +102,3 @@ def _refuse_other_rates(rates: Sequence[float]) -> None:
                 f"learning_rate={rates[0]:g} on rank 0, learning_rate={rate:g} on rank {rank}. A "
                 "callback that sets it must do so on every rank."
             )
-
-
-# EX_TEMPFAIL: start it again; `tarantella` ends so, too, when SIGTERM has stopped a job.
-EXIT_CODE = 75
-
-
-class Preemption:
-    """Whether SIGTERM has asked this rank to end."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """Notes SIGTERM instead of ending at once.
-
-        A second one changes nothing: Slurm sends it to all processes of a job, and the launcher
-        passes it on besides. What came too late to be acted upon takes its usual effect afterwards.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.getsignal(signal.SIGTERM)
-
-        def note(number: int, frame: types.FrameType | None) -> None:
-            self.asked = True
-
-        signal.signal(signal.SIGTERM, note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
-        if self.asked:
-            os.kill(os.getpid(), signal.SIGTERM)

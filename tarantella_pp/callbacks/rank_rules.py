@@ -12,7 +12,6 @@ from typing import Any
 import keras
 
 from tarantella_pp.callbacks.checkpoint import Checkpoint
-from tarantella_pp.callbacks.checkpoint_run import CheckpointRun
 from tarantella_pp.callbacks.lockstep import Lockstep
 from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError
@@ -61,7 +60,7 @@ def checkpoint_of(callbacks: Any) -> Checkpoint | None:
 
 
 def callbacks_of_rank(
-    callbacks: Any, model: Any, communicator: Communicator, run: CheckpointRun | None = None
+    callbacks: Any, model: Any, communicator: Communicator, checkpoint: Checkpoint | None = None
 ) -> Any:
     """Makes of the callbacks of a call those that this rank runs.
 
@@ -70,17 +69,17 @@ def callbacks_of_rank(
     `ModelCheckpoint` is among them, because saving takes all ranks. In one process they are what
     they are in plain Keras. A `Checkpoint` comes last: it writes what the others have set.
     """
-    if communicator.size == 1 and run is None:
+    if communicator.size == 1 and checkpoint is None:
         return callbacks
     found = [callback for callback in listed(callbacks) if not isinstance(callback, Checkpoint)]
     if communicator.size > 1:
         for callback in found:
             _check(callback)
         found = [ours for callback in found for ours in _of_rank(callback, model, communicator)]
-        found.append(Lockstep(communicator, None if run is None else run.preemption))
-    if run is not None:
-        run.follow(found)
-        found.append(run)
+        found.append(Lockstep(communicator, checkpoint))
+    if checkpoint is not None:
+        checkpoint.follow(found)
+        found.append(checkpoint)
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return keras.callbacks.CallbackList(found, model=model, **callbacks.params)
     return found

@@ -247,8 +247,6 @@ def _assumptions(simulation: PlanSimulation) -> list[str]:
     ]
     if plan.recompute:
         lines.append(f"stages {_list(plan.recompute)} repeat their forward pass.")
-    if plan.except_last:
-        lines.append(f"stages {_list(plan.except_last)} keep all of the last micro-batch instead.")
     return lines
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,6 @@ class SavedTensor(msgspec.Struct, frozen=True):
     dtype: str  # name of its dtype
     shape: tuple[int, ...]  # its shape
     file: int  # number of the file that has it
-
-    @property
-    def size(self) -> int:
-        """Its number of elements."""
-        return math.prod(self.shape)
 
 
 class DataPosition(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tarantella_pp.launch.processes import describe_exit
@@ -61,27 +61,18 @@ class JobStderr:
         self._thread.join(seconds)
 
     def _forward(self) -> None:
-        def read() -> bytes:
-            return os.read(self._source, 1 << 16)
-
-        def write(text: bytes) -> None:
+        pieces = iter(lambda: os.read(self._source, 1 << 16), b"")
+        for text in without_records(pieces, self._on_record, quiet=self._quiet):
             with contextlib.suppress(OSError):  # nobody reads any more: ranks must not be held up
                 write_all(_STANDARD_ERROR, text)
-
-        pass_on(read, write, self._on_record, quiet=self._quiet)
         os.close(self._source)
 
 
-def pass_on(
-    read: Callable[[], bytes],
-    write: Callable[[bytes], object],
-    on_record: Callable[[bytes], object],
-    *,
-    quiet: bool = True,
-) -> None:
-    """Passes text on without records and noise, until there is no more."""
-    patterns = [_RECORD, *([_OF_TENSORFLOW] if quiet else [])]
-    taken_out = re.compile(b"|".join(patterns))
+def without_records(
+    pieces: Iterable[bytes], on_record: Callable[[bytes], object], *, quiet: bool = True
+) -> Iterator[bytes]:
+    """Yields text without records and noise, as it comes."""
+    taken_out = re.compile(b"|".join([_RECORD, *([_OF_TENSORFLOW] if quiet else [])]))
 
     def take(found: re.Match[bytes]) -> bytes:
         if not found[0].endswith(b"\n"):
@@ -91,14 +82,14 @@ def pass_on(
         return b""
 
     held = b""
-    while piece := read():
+    for piece in pieces:
         text = taken_out.sub(take, held + piece)
         begun = taken_out.search(text)
         text, held = (text[: begun.start()], text[begun.start() :]) if begun else (text, b"")
         if text:
-            write(text)
+            yield text
     if held:
-        write(held)
+        yield held
 
 
 def write_all(file: int, text: bytes) -> None:

@@ -103,14 +103,13 @@ def _local_place(environ: Mapping[str, str]) -> tuple[int, int]:
 
 def _place(core: int) -> tuple[int, int, int]:
     """Where a core is: socket, physical core, and which of its hardware threads."""
-    numbers = []
-    for name in ("physical_package_id", "core_id"):
-        try:
-            text = (_TOPOLOGY / f"cpu{core}" / "topology" / name).read_text(encoding="ascii")
-            numbers.append(int(text))
-        except (OSError, ValueError):
-            numbers.append(0)
-    return numbers[0], numbers[1], core
+    folder = _TOPOLOGY / f"cpu{core}" / "topology"
+    try:
+        names = ("physical_package_id", "core_id")
+        socket, physical = (int((folder / name).read_text(encoding="ascii")) for name in names)
+    except (OSError, ValueError):
+        socket = physical = 0
+    return socket, physical, core
 
 
 def pin_to_socket(rank: int, ranks: int, *, memory: bool) -> int:
@@ -186,10 +185,10 @@ def _tell_tensorflow(
 ) -> None:
     config = tensorflow.config
     gpus = config.list_physical_devices("GPU")
+    if gpus and local_rank is not None:
+        gpus = [_chosen(gpus, environ, local_rank)]
     if not gpus:
         return
-    if local_rank is not None:
-        gpus = [_chosen(gpus, environ, local_rank)]
     try:
         config.set_visible_devices(gpus, "GPU")
         for gpu in gpus:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import io
 import logging
 import os
@@ -99,22 +100,19 @@ def _start_rank(parent: int) -> int:
         return _keep(rank, child)
     die_with_parent(keeper)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
-    told = os.dup(_STANDARD_ERROR)  # which the script may close or redirect
-
-    def report(**fields: Any) -> None:
-        with contextlib.suppress(OSError):  # the launcher is gone
-            records.write(told, rank, **fields)
-
+    # The script may close or redirect its own.
+    report = functools.partial(_report, os.dup(_STANDARD_ERROR), rank)
     return run_script(sys.argv[1:], Guard(rank, size, report))
+
+
+def _report(file: int, rank: int, **fields: Any) -> None:
+    """Writes a record, unless the launcher is gone."""
+    with contextlib.suppress(OSError):
+        records.write(file, rank, **fields)
 
 
 def _keep(rank: int, child: int) -> int:
     """Looks after a rank; returns its exit code once the launcher has had time to end the job."""
-
-    def tell(**fields: Any) -> None:
-        with contextlib.suppress(OSError):
-            records.write(_STANDARD_ERROR, rank, **fields)
-
     adopt_orphans()
     of_open_mpi = os.environ.get(RANK_VARIABLE, "").startswith("OMPI")
     status = None
@@ -129,9 +127,9 @@ def _keep(rank: int, child: int) -> int:
         else:
             meant = _OF_OPEN_MPI.get(signal.Signals(number), number) if of_open_mpi else number
             if meant == signal.SIGTERM:
-                tell(stopped=True)
+                _report(_STANDARD_ERROR, rank, stopped=True)
             os.kill(child, meant)
-    tell(status=status)
+    _report(_STANDARD_ERROR, rank, status=status)
     kill_descendants()
     if status:  # MPI need not notice by itself: it has nothing to add to what the launcher says
         signal.sigtimedwait([_ALONE], LINGER_SECONDS)
@@ -158,7 +156,9 @@ def run_script(command: list[str], guard: Guard) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
-        _take_share(guard.size)
+        take_share(os.environ)
+        if guard.size > 1 and (local_rank := number_from(LOCAL_RANK_VARIABLE)) is not None:
+            take_gpu(os.environ, local_rank)
         _show_log(os.environ, guard.rank)
         _run_as_main(command)
     except SystemExit as exit_:
@@ -175,18 +175,12 @@ def run_script(command: list[str], guard: Guard) -> int:
     else:
         guard.leave()
     if guard.state == FAILED:
-        _flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         time.sleep(LINGER_SECONDS)  # its keeper ends it as soon as the launcher says so
         os._exit(guard.exit_code)
     return 0
-
-
-def _take_share(size: int) -> None:
-    """Gives this rank its part of the host's cores, and of its GPUs."""
-    take_share(os.environ)
-    local_rank = None if size == 1 else number_from(LOCAL_RANK_VARIABLE)
-    if local_rank is not None:
-        take_gpu(os.environ, local_rank)
 
 
 def _run_as_main(command: list[str]) -> None:
@@ -204,7 +198,7 @@ def _run_as_main(command: list[str]) -> None:
 def _of_script(trace: types.TracebackType | None) -> types.TracebackType | None:
     """Drops the frames of this module and of runpy, with which every traceback begins."""
     for _ in range(2):
-        trace = trace.tb_next if trace is not None else None
+        trace = trace and trace.tb_next
     while trace is not None and "runpy" in trace.tb_frame.f_code.co_filename:
         trace = trace.tb_next
     return trace
@@ -245,12 +239,6 @@ def _hide_output() -> _HiddenOutput:
     os.dup2(hidden.fileno(), _STANDARD_OUTPUT)
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(hidden), "utf-8", "replace")
     return hidden
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ from tarantella_pp.runtime.weights.remote_variables import (
 )
 from tarantella_pp.runtime.weights.value_stream import ValueStream
 
-_LEGACY = (".h5", ".hdf5")
 # Each rank reads what it needs of these files, and of others all.
 _IN_PARTS = (".weights.h5", ".weights.json", ".keras")
 
@@ -134,20 +133,14 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
 
         def write(draft: Path, state: Any) -> None:
             optimizer = state if include_optimizer else None
-            if draft.suffix in _LEGACY:
-                self._engine.extracted.model.save(draft, include_optimizer=False)
-            else:
-                write_plain(self._plain(optimizer), self._config(optimizer), draft)
+            write_plain(self._plain(optimizer), self._config(optimizer), draft)
 
         path = _path(filepath)
-        formats = ("h5", "hdf5") if path.suffix in _LEGACY else ("keras",)
-        known = path.suffix in (".keras", *_LEGACY) and save_format in (None, *formats)
-        if not known or zipped is False:
+        if path.suffix != ".keras" or save_format not in (None, "keras") or zipped is False:
             raise ConfigurationError(
-                "A PipelineModel is saved as one file that ends in '.keras', or in '.h5' for the "
-                f"legacy format. Received: filepath='{filepath}', zipped={zipped}, "
-                f"save_format={save_format!r}. For other formats load that file with "
-                "`keras.saving.load_model` in one process."
+                "A PipelineModel is saved as one file that ends in '.keras'. Received: filepath="
+                f"'{filepath}', zipped={zipped}, save_format={save_format!r}. For other formats "
+                "load that file with `keras.saving.load_model` in one process, and save it there."
             )
         self._refuse_existing(path, overwrite)
         self._on_last_rank("save", path, write)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,11 +73,14 @@ class Model(PipelineModel):
         model = tnt.Model(MySubclass(), inputs=keras.Input((784,)))
     """
 
-    def __new__(cls, model: Any = None, *args: Any, **options: Any) -> Any:
+    def __new__(cls, *args: Any, **options: Any) -> Any:
         """Makes replicas of a model whose own steps are to be run as they are."""
+        named = "layers" if issubclass(cls, Sequential) else "model"
+        model = args[0] if args else options.get(named)
         if cls in (Model, Sequential) and has_own_steps(model):
-            return _with_own_steps(model, *args, **options)
-        return super().__new__(cls, model, *args, **options)
+            options.pop(named, None)
+            return _with_own_steps(model, *args[1:], **options)
+        return super().__new__(cls, *args, **options)
 
     def __init__(
         self,
@@ -219,13 +222,8 @@ class OwnStepModel(TrainingLoops):
         with self._engine.communicator.call("compile", arguments=given, **options):
             super().compile(*args, **kwargs)
             self._engine.forget_compilation()
-        if self.run_eagerly and self._engine.prints:
-            warnings.warn(
-                "Replicas compile the steps of a model, and ignore run_eagerly=True: the numbers "
-                "are the same. To debug a step line by line, train in one process.",
-                UserWarning,
-                stacklevel=2,
-            )
+        if self._engine.prints:
+            model_validation.warn_of_compilation({"run_eagerly": self.run_eagerly})
 
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Trains the model; takes and returns what `keras.Model.fit` does, as `tnt.Model.fit`."""
@@ -265,11 +263,15 @@ class OwnStepModel(TrainingLoops):
         self._plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
 
-def write_on_last_rank(write: Callable[[Path], None], filepath: Any, overwrite: bool) -> None:
+def write_on_last_rank(write: Callable[[Any], None], filepath: Any, overwrite: bool) -> None:
     """Lets the last rank write a model that each rank has; replaces a file by a complete one."""
-    path, ranks = Path(filepath), world()
+    ranks = world()
 
     def work() -> None:
+        if not isinstance(filepath, (str, os.PathLike)):
+            write(filepath)  # into an open file, as Keras does
+            return
+        path = Path(filepath)
         # Keras would ask whoever started the job, who may be nobody.
         model_validation.check_overwrite(path, path.exists(), overwrite)
         if path.suffix in _FILES:
@@ -277,4 +279,4 @@ def write_on_last_rank(write: Callable[[Path], None], filepath: Any, overwrite: 
         else:
             write(path)
 
-    on_one_rank(ranks, ranks.size - 1, f"save '{path}'", work)
+    on_one_rank(ranks, ranks.size - 1, f"save '{filepath}'", work)

@@ -198,12 +198,12 @@ def check_optimizer(model: Any) -> None:
 
 
 def warn_of_compilation(given: Mapping[str, Any]) -> None:
-    """Warns of options that a pipeline does not follow, and whose numbers are the same."""
-    ignored = [f"{name}=True" for name in ("run_eagerly", "jit_compile") if given[name] is True]
-    if ignored:
-        warnings.warn(
-            f"A pipeline compiles each stage by itself, without XLA, and ignores {ignored[0]}: the "
-            "numbers are the same. To debug layers line by line, train the Keras model itself.",
-            UserWarning,
-            stacklevel=3,
-        )
+    """Warns of options that ranks do not follow, and whose numbers are the same."""
+    for name in ("run_eagerly", "jit_compile"):
+        if given.get(name) is True:
+            warnings.warn(
+                f"Ranks compile stages and steps themselves, without XLA, and ignore {name}=True: "
+                "the numbers are the same. To debug line by line, train the Keras model itself.",
+                UserWarning,
+                stacklevel=3,
+            )

@@ -9,7 +9,6 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.callbacks.checkpoint_run import CheckpointRun
 from tarantella_pp.callbacks.rank_rules import (
     callbacks_of_rank,
     checkpoint_of,
@@ -108,14 +107,13 @@ class TrainingLoops(_AnyModel):
 
         checkpoint = checkpoint_of(callbacks)
         train, validation = shared_adapters(engine, find, describe=checkpoint is not None)
-        run = None
         if checkpoint is not None:
-            run = CheckpointRun(
-                checkpoint, self, train, initial_epoch=initial_epoch, epochs=epochs,
+            checkpoint.begin(
+                self, train, initial_epoch=initial_epoch, epochs=epochs,
                 steps_per_epoch=steps_per_epoch, shuffle=bool(shuffle),
             )  # fmt: skip
-        callbacks = callbacks_of_rank(callbacks, self, engine.communicator, run)
-        with contextlib.nullcontext() if run is None else run.attached():
+        callbacks = callbacks_of_rank(callbacks, self, engine.communicator, checkpoint)
+        with contextlib.nullcontext() if checkpoint is None else checkpoint.attached():
             history = super().fit(
                 train,
                 epochs=epochs,

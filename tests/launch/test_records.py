@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tarantella_pp.launch.records import FAILED, Records, pass_on, write, write_all
+from tarantella_pp.launch.records import FAILED, Records, without_records, write, write_all
 
 INFO = b"I0000 00:00:1795359673.039961   13910 port.cc:153] oneDNN custom operations are on.\n"
 FLOAT64 = b"W0000 00:00:1795364491.109910   31503 util.cc:163] Not handling type DT_DOUBLE\n"
@@ -16,9 +16,7 @@ KEPT = b"W0000 00:00:1795359673.0 1 x.cc:1] careful\nWARNING: yours\nI see\n\nE0
 
 
 def passed(*pieces: bytes, records: Records | None = None) -> bytes:
-    rest, written = [*pieces, b""], []
-    pass_on(lambda: rest.pop(0), written.append, (Records(1) if records is None else records).take)
-    return b"".join(written)
+    return b"".join(without_records(pieces, (Records(1) if records is None else records).take))
 
 
 @pytest.mark.parametrize("label", [b"", b"[1] ", b"1: ", b"[prterun-vm-1@1,0]<stderr>: "])
@@ -33,17 +31,13 @@ def test_only_info_of_native_code_is_left_out(label, size):
 
 
 def test_what_ends_no_line_is_not_held_back():
-    written: list[bytes] = []
     pieces = [b"Password: ", b"\rbar 1", b"\rbar 2\n", INFO[:30], INFO[30:], b"end"]
-    seen = []
-
-    def read() -> bytes:
-        seen.append(b"".join(written))
-        return pieces.pop(0) if pieces else b""
-
-    pass_on(read, written.append, written.append)
-    assert seen[1:4] == [b"Password: ", b"Password: \rbar 1", b"Password: \rbar 1\rbar 2\n"]
-    assert b"".join(written) == b"Password: \rbar 1\rbar 2\nend"
+    read: list[bytes] = []
+    found = without_records((read.append(piece) or piece for piece in pieces), print)
+    for piece in pieces[:3]:
+        assert next(found) == piece
+        assert read[-1] == piece
+    assert [*found] == [b"end"]
 
 
 def test_noise_of_one_rank_after_the_progress_bar_of_another():

@@ -185,5 +185,5 @@ def _error_of(
     name, text = described
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, errors.TarantellaError)):
-        kind = ConfigurationError
-    return kind(f"Rank {communicator.world_ranks[rank]} could not {what}: {name}: {text}")
+        kind, text = ConfigurationError, f"{name}: {text}"  # else its own class says it
+    return kind(f"Rank {communicator.world_ranks[rank]} could not {what}: {text}")

@@ -19,7 +19,6 @@ from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tarantella_pp.partition.graph.layer_graph import LayerGraph
-    from tarantella_pp.partition.options import Recompute
     from tarantella_pp.partition.plan.plan import Plan
 
 
@@ -56,7 +55,7 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
         help="ranks for stages x replicas, instead of these: choose the fastest")  # fmt: skip
     add("--stages-per-rank", type=positive_int, metavar="V",
         help="stages of a rank (default: 2 with interleaved and zb-v, else 1)")  # fmt: skip
-    add("--balance", type=_balance, metavar="WHAT",
+    add("--balance", type=_numbers, metavar="WHAT",
         help="memory, flops or time (default: with which a step is fastest), or a number of layers "
         "for each stage: 526,551")  # fmt: skip
     add("--memory-limit", type=_limits, metavar="BYTES",
@@ -71,7 +70,7 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
     add("--machine", metavar="NAME", help=machines)
     add("--optimizer", metavar="NAME",
         help="whose state counts as memory (default: the model's, else Adam's)")  # fmt: skip
-    add("--recompute", type=_recompute, metavar="STAGES",
+    add("--recompute", type=_numbers, metavar="STAGES",
         help="activation checkpointing: all, none, or stages such as 0,1 that repeat their forward "
         "pass to save memory (default: only where a limit needs it)")  # fmt: skip
     add("--replicas", dest="num_replicas", type=positive_int, metavar="R",
@@ -89,8 +88,8 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", metavar="FILE", help="write the plan to this JSON file")
 
 
-def _balance(text: str) -> str | list[int]:
-    """Reads what is balanced, or numbers of layers; all else is for the planner to judge."""
+def _numbers(text: str) -> str | list[int]:
+    """Reads numbers; all else is for the planner to judge."""
     parts = text.split(",")
     return [int(part) for part in parts] if all(part.strip().isdigit() for part in parts) else text
 
@@ -98,12 +97,6 @@ def _balance(text: str) -> str | list[int]:
 def _limits(text: str) -> str | list[str]:
     """Reads a limit, or one for each stage."""
     return text.split(",") if "," in text else text
-
-
-def _recompute(text: str) -> Recompute:
-    """Reads stages, or a word."""
-    parts = text.split(",")
-    return [int(part) for part in parts] if all(part.isdecimal() for part in parts) else text
 
 
 def _make(arguments: argparse.Namespace) -> int:

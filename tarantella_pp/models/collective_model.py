@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from tarantella_pp.files.keras_file import (
     write_plain,
 )
 from tarantella_pp.internals.model_files import called_by_writer, save_weights
-from tarantella_pp.models.model_validation import check_one_file, check_overwrite
+from tarantella_pp.models.model_validation import check_one_file, check_overwrite, path_of
 from tarantella_pp.runtime.comm.collective import (
     collective,
     contents_of,
@@ -135,7 +134,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
             optimizer = state if include_optimizer else None
             write_plain(self._plain(optimizer), self._config(optimizer), draft)
 
-        path = _path(filepath)
+        path = path_of(filepath)
         if path.suffix != ".keras" or save_format not in (None, "keras") or zipped is False:
             raise ConfigurationError(
                 "A PipelineModel is saved as one file that ends in '.keras'. Received: filepath="
@@ -154,7 +153,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         The file replaces an older one only when it is complete.
         """
         check_one_file(max_shard_size)
-        path = _path(filepath)
+        path = path_of(filepath)
         self._refuse_existing(path, overwrite)
 
         def write(draft: Path, state: Any) -> None:
@@ -251,13 +250,3 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
             "A PipelineModel cannot be exported as it is. Save it with `save('model.keras')`, and "
             "call `keras.saving.load_model('model.keras').export(...)` in one process."
         )
-
-
-def _path(filepath: Any) -> Path:
-    """The path of a file; nothing can replace one that is open."""
-    if not isinstance(filepath, (str, os.PathLike)):
-        raise ConfigurationError(
-            f"Expected the path of a file. Received: filepath={filepath!r} of type "
-            f"{type(filepath).__name__}"
-        )
-    return Path(filepath)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -263,15 +262,11 @@ class OwnStepModel(TrainingLoops):
         self._plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
 
-def write_on_last_rank(write: Callable[[Any], None], filepath: Any, overwrite: bool) -> None:
+def write_on_last_rank(write: Callable[[Path], None], filepath: Any, overwrite: bool) -> None:
     """Lets the last rank write a model that each rank has; replaces a file by a complete one."""
-    ranks = world()
+    path, ranks = model_validation.path_of(filepath), world()
 
     def work() -> None:
-        if not isinstance(filepath, (str, os.PathLike)):
-            write(filepath)  # into an open file, as Keras does
-            return
-        path = Path(filepath)
         # Keras would ask whoever started the job, who may be nobody.
         model_validation.check_overwrite(path, path.exists(), overwrite)
         if path.suffix in _FILES:
@@ -279,4 +274,4 @@ def write_on_last_rank(write: Callable[[Any], None], filepath: Any, overwrite: b
         else:
             write(path)
 
-    on_one_rank(ranks, ranks.size - 1, f"save '{filepath}'", work)
+    on_one_rank(ranks, ranks.size - 1, f"save '{path}'", work)

@@ -26,6 +26,7 @@ from tarantella_pp.models.data_parallel_model import (
     write_on_last_rank,
 )
 from tarantella_pp.models.deferred_init import deferred_init
+from tarantella_pp.models.model_validation import path_of
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.graph.keras_reader import extract
@@ -349,11 +350,7 @@ def _reason_of(model: Any) -> str:
 
 def _agreed_file(filepath: Any, stack: contextlib.ExitStack, **facts: Any) -> KerasFile | None:
     """Opens a file that is the same on all ranks; `None` for one that only Keras reads."""
-    if not isinstance(filepath, (str, os.PathLike)):
-        raise ConfigurationError(
-            f"load_model takes the path of a file. Received: filepath={filepath!r} of type "
-            f"{type(filepath).__name__}"
-        )
+    path_of(filepath)
     ranks, name = world(), os.fspath(filepath)
     if not name.endswith(".keras") or "://" in name or Path(name).is_dir():
         with ranks.call("load_model", **facts, contents=contents_of(filepath)):

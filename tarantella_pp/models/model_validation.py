@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -168,6 +169,16 @@ def check_deferred(model: Any, balance: str | None) -> None:
             f"balance='time' runs model '{model.name}' on rank 0, which does not have all of its "
             "weights. Use balance='flops', or a plan made beforehand of a model with weights."
         )
+
+
+def path_of(filepath: Any) -> Path:
+    """The path of a file; nothing can replace one that is open."""
+    if not isinstance(filepath, (str, os.PathLike)):
+        raise ConfigurationError(
+            f"Expected the path of a file. Received: filepath={filepath!r} of type "
+            f"{type(filepath).__name__}"
+        )
+    return Path(filepath)
 
 
 def check_overwrite(path: Path, exists: bool, overwrite: bool) -> None:

@@ -49,8 +49,3 @@ def test_wrong_usage_is_explained(command, tmp_path, arguments, complaint) -> No
     assert command(*(hosts if argument == "HOSTS" else argument for argument in arguments)) == 2
     assert complaint in command.stderr
     assert "Traceback" not in command.stderr
-
-
-def test_ranks_are_counted_as_mpi_spells_it(command) -> None:
-    assert command("-np", 3, "--dry-run", __file__) == 0
-    assert " 3 " in command.stdout.splitlines()[-1]

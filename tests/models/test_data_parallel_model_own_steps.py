@@ -160,7 +160,8 @@ def test_ranks_train_as_one_process(tmp_path):
 
 def test_one_process_trains_the_model_itself_and_plans_nothing():
     model = Regression()
-    assert tnt.Model(model) is model
+    for same in (tnt.Model(model), tnt.Model(model=model), tnt.Sequential(layers=model)):
+        assert same is model
     for options in ({"num_micro_batches": 2}, {"shard_optimizer": True}):
         with pytest.raises(ConfigurationError, match=f"Received: .*{next(iter(options))}"):
             tnt.Model(Regression(), **options)

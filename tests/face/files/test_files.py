@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
 from pathlib import Path
@@ -190,6 +191,8 @@ def test_stock_keras_trains_on_identically(tmp_path, name, optimizer):
     "save",
     [
         lambda model, folder: model.save(folder / "old.h5"),
+        lambda model, folder: model.save(io.BytesIO()),
+        lambda model, folder: tnt.models.save_model(sequential(), io.BytesIO()),
         lambda model, folder: model.save(folder / "old.keras", overwrite=False),
         lambda model, folder: model.save(folder / "old.keras", zipped=False),
         lambda model, folder: model.save(folder / "old.keras", save_format="h5"),

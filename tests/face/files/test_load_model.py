@@ -163,7 +163,7 @@ def test_legacy_files(tmp_path):
     expected = keras.models.load_model(tmp_path / "model.h5").get_weights()
     model = tnt.models.load_model(str(tmp_path / "model.h5"), num_stages=2)
     assert distance([expected], [model.get_weights()]) == 0
-    with pytest.raises(ConfigurationError, match="takes the path of a file"):
+    with pytest.raises(ConfigurationError, match="Expected the path of a file"):
         tnt.models.load_model(3)
 
 

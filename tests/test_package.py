@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tarantella_pp as tnt
+from tests.helpers.commands import all_loaded_by
 
 ROOT = Path(__file__).parent.parent
 HEAVY = {"tensorflow", "keras", "mpi4py", "networkx", "jinja2"}
@@ -30,60 +28,32 @@ LIGHT_MODULES = [
 ]
 
 
-def all_loaded_by(code: str) -> set[str]:
-    """Runs code in a fresh interpreter and returns the modules it has loaded."""
-    report = "import json, sys; sys.stderr.write(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{report}"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return set(json.loads(done.stderr))
-
-
 def loaded_by(code: str) -> set[str]:
     """Returns the top-level modules that some code loads."""
     return {name.split(".")[0] for name in all_loaded_by(code)}
 
 
-def test_the_top_level_loads_nothing_heavy():
-    assert not loaded_by("import tarantella_pp") & (HEAVY | {"numpy", "rich"})
-
-
-def test_the_top_level_is_imported_in_a_blink():
+def test_the_top_level_loads_nothing_heavy_in_a_blink():
     few = 40  # modules of the standard library; 0.02 s. Version look-ups alone would load 100
-    assert len(all_loaded_by("import tarantella_pp") - all_loaded_by("pass")) < few
+    loaded = all_loaded_by("import tarantella_pp; dir(tarantella_pp)") - all_loaded_by("pass")
+    assert len(loaded) < few
+    assert not {name.split(".")[0] for name in loaded} & (HEAVY | {"numpy", "rich"})
 
 
-def test_listing_the_names_loads_nothing_heavy():
-    assert not loaded_by("import tarantella_pp; dir(tarantella_pp)") & HEAVY
+def test_plans_schedules_and_ranks_load_nothing_heavy():
+    assert not loaded_by(f"import {', '.join(LIGHT_MODULES)}") & HEAVY
 
 
-@pytest.mark.parametrize("module", LIGHT_MODULES)
-def test_plans_schedules_and_ranks_load_nothing_heavy(module):
-    assert not loaded_by(f"import {module}") & HEAVY
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["--version"],
-        ["run", "--help"],
-        ["plan", "make", "--help"],
-        ["checkpoint", "show", "--help"],
-    ],
-)
-def test_the_command_line_loads_nothing_heavy(arguments):
-    code = f"""
+def test_help_on_the_command_line_loads_nothing_heavy():
+    code = """
 from tarantella_pp.cli.main import main
-try:
-    main({arguments!r})
-except SystemExit as end:
-    if end.code:
-        raise
+for words in ("", "run", "plan make", "checkpoint show"):
+    for option in ["--help"] + ["--version"] * (not words):
+        try:
+            main([*words.split(), option])
+        except SystemExit as end:
+            if end.code:
+                raise
 """
     assert not loaded_by(code) & (HEAVY | {"numpy", "rich", "msgspec", "psutil"})
 

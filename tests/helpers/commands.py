@@ -51,23 +51,11 @@ def _refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
 
-def modules_after(*arguments: object) -> set[str]:
-    """Returns the modules that a command has loaded, in a process of its own."""
-    program = (
-        "import contextlib, io, json, sys\n"
-        "from tarantella_pp.cli.main import main\n"
-        "with contextlib.redirect_stdout(io.StringIO()):\n"
-        "    code = main(sys.argv[1:])\n"
-        "print(json.dumps([code, sorted(sys.modules)]))"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    code, modules = json.loads(answer.stdout)
-    assert code == 0
-    return set(modules)
+def all_loaded_by(code: str) -> set[str]:
+    """Runs code in a fresh interpreter and returns the modules it has loaded."""
+    report = "import json, sys; sys.stderr.write(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{report}"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return set(json.loads(done.stderr))

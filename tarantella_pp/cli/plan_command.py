@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -34,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for subcommand in (show, check):
         subcommand.add_argument("plan", metavar="PLAN", help="the plan's JSON file")
     for subcommand in (make, show):
-        subcommand.add_argument("--html", nargs="?", const="", metavar="FILE",
+        subcommand.add_argument("--html", metavar="FILE",
             help="write a page with stages, memory, timeline and layer graph, which needs no "
-            "network: into a file or a folder (default: here, named after the model)")  # fmt: skip
+            "network")  # fmt: skip
         subcommand.add_argument("--json", action="store_true", help="print JSON instead of a table")
     check.add_argument("model", metavar="MODEL", help=inputs.HELP)
     parser.epilog = (
@@ -104,7 +103,7 @@ def _make(arguments: argparse.Namespace) -> int:
     from tarantella_pp.partition.options import PlanOptions
 
     check_target("--output", arguments.output)
-    _check_page(arguments)
+    check_target("--html", arguments.html)
     given = {name: getattr(arguments, name, None) for name in PlanOptions.__dataclass_fields__}
     options = {name: value for name, value in given.items() if value is not None}
     counted = {"num_stages", "num_ranks"} & {*options} or isinstance(arguments.balance, list)
@@ -139,46 +138,26 @@ def _graph_of(source: str, model: Any) -> LayerGraph:
 
 def _show(arguments: argparse.Namespace) -> int:
     """Prints the plan, and draws it where that is asked for."""
-    _check_page(arguments)
+    check_target("--html", arguments.html)
     return _write(inputs.load_plan(arguments.plan), None, arguments)
-
-
-def _check_page(arguments: argparse.Namespace) -> None:
-    """Checks, before the work is done, that a page has a place."""
-    given = arguments.html
-    if not given or Path(given).is_dir():
-        return
-    if not given.endswith(".html"):
-        raise ConfigurationError(
-            f"Expected a file that ends in .html, or a folder. Received: --html={given}"
-        )
-    check_target("--html", given)
 
 
 def _write(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) -> int:
     """Writes a plan to stdout, and its page if one is asked for; returns the exit code."""
-    wrote = "" if arguments.html is None else _write_page(plan, graph, arguments.html)
+    if arguments.html is not None:
+        from tarantella_pp.partition.plan.page import render_html
+
+        try:
+            Path(arguments.html).write_text(render_html(plan, graph), encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(
+                f"Cannot write '{arguments.html}': {error.strerror}"
+            ) from error
     if arguments.json:
         sys.stdout.write(f"{plan.to_json()}\n")
     else:
-        write_table(*([wrote] if wrote else []), plan)
+        write_table(*([f"Wrote {arguments.html}."] if arguments.html else []), plan)
     return 0
-
-
-def _write_page(plan: Plan, graph: LayerGraph | None, given: str) -> str:
-    from tarantella_pp.partition.plan.page import render_html
-
-    path = Path(given)
-    if not given or path.is_dir():
-        name = re.sub(r"[^\w.-]+", "_", plan.model).strip("._")[:80] or "plan"
-        path /= f"{name}.html"
-    try:
-        path.write_text(render_html(plan, graph), encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(
-            f"Cannot write '{path}': {error.strerror}. Name a file that can be written."
-        ) from error
-    return f"Wrote {path}."
 
 
 def _check(arguments: argparse.Namespace) -> int:

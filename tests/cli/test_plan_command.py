@@ -64,29 +64,16 @@ def test_check_says_what_differs(command, tmp_path) -> None:
     assert "another model" in command.fails(1, "plan", "check", path, other)
 
 
-def test_show_writes_the_page(command, plan_file, tmp_path, monkeypatch) -> None:
+def test_show_writes_the_page(command, plan_file, tmp_path) -> None:
     path, page = plan_file([0, 0, 1, 1]), tmp_path / "a.html"
     assert command("plan", "show", path, "--html", page) == 0
     assert f"Wrote {page}." in command.stdout
     assert "dense_3" in page.read_text()
     assert "Timeline of 2 ranks" in page.read_text()
-    odd = plan_file([0, 0, 1, 1], "odd.json", model="../odd name/é")
-    assert command.json("plan", "show", odd, "--html", tmp_path)["num_stages"] == 2
-    assert (tmp_path / "odd_name_é.html").exists()
-    monkeypatch.chdir(tmp_path)
-    assert command("plan", "show", plan_file([0, 1], "dots.json", model=".."), "--html") == 0
-    assert (tmp_path / "plan.html").exists()
-
-
-def test_a_page_that_cannot_be_written_is_told(command, plan_file, tmp_path) -> None:
-    path = plan_file([0, 1])
-    assert "ends in .html" in command.fails(2, "plan", "show", path, "--html", path)
-    for file, complaint in (("none/a.html", "There is no folder"), ("none/", "or a folder")):
-        told = command.fails(2, "plan", "show", path, "--html", f"{tmp_path}/{file}")
-        assert complaint in told
-    (tmp_path / "a.html").symlink_to(tmp_path / "none" / "b.html")
-    told = command.fails(2, "plan", "show", path, "--html", tmp_path / "a.html")
-    assert f"Cannot write '{tmp_path}/a.html'" in told
+    assert command.json("plan", "show", path, "--html", page)["num_stages"] == 2
+    (tmp_path / "b.html").symlink_to(tmp_path / "none" / "b.html")
+    told = command.fails(2, "plan", "show", path, "--html", tmp_path / "b.html")
+    assert f"Cannot write '{tmp_path}/b.html'" in told
 
 
 EDGE = {"source": "a", "target": "b"}
@@ -143,7 +130,7 @@ def test_names_cannot_steer_a_terminal(command, tmp_path) -> None:
         (["make", GRAPH, "--stages", "2", "--memory-limit", "1,2,3"], "2 stages"),
         (["make", GRAPH, "--stages", "2", "-o", "/no/such/folder/p.json"], "There is no folder"),
         (["make", GRAPH, "--stages", "2", "-o", str(ROOT)], "is a folder"),
-        (["make", GRAPH, "--stages", "2", "--html", "a.txt"], "ends in .html"),
+        (["make", GRAPH, "--stages", "2", "--html", "/no/such/a.html"], "There is no folder"),
         (["make", GRAPH, "--stages", "2", "--unknown"], "--unknown"),
         (["show", "missing.json"], "'missing.json' does not exist"),
         (["show", str(ROOT)], "is no file"),

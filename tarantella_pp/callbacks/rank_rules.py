@@ -98,17 +98,12 @@ def _of_rank(callback: Any, model: Any, communicator: Communicator) -> Iterator[
 
 def _check(callback: Any) -> None:
     """Refuses callbacks that would write what one process holds."""
-    kind = type(callback)
-    if isinstance(callback, getattr(keras.callbacks, "OrbaxCheckpoint", ())):
+    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())
+    if isinstance(callback, (keras.callbacks.BackupAndRestore, orbax)):
         raise ConfigurationError(
-            f"Callback {kind.__name__} saves what one process holds, which is not "
-            "the whole model on several ranks. Use keras.callbacks.ModelCheckpoint."
-        )
-    if isinstance(callback, keras.callbacks.BackupAndRestore):
-        raise ConfigurationError(
-            f"Callback {kind.__name__} would write one folder from several ranks at once, and goes "
-            "back to the beginning of an epoch. Use tnt.callbacks.Checkpoint(directory): all ranks "
-            "write their part, and `fit` goes on at the very step."
+            f"Callback {type(callback).__name__} would write from several ranks what one process "
+            "holds. Use tnt.callbacks.Checkpoint, with which `fit` goes on at the very step, or "
+            "keras.callbacks.ModelCheckpoint."
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -208,93 +208,77 @@ def trace_events(
     if not steps:
         return []
     zero = min(start for start, _ in steps[0].bounds)
-    arrows = itertools.count(1)
-    placement = steps[0].schedule.placement
-    events = list(_names(0, placement, ""))
+    trace, placement = _Trace(), steps[0].schedule.placement
+    trace.name_ranks(0, placement, "")
     for step in steps:
-        about = {"step": step.number}
         for rank, (start, end) in enumerate(step.bounds):
             bounds = Span(f"step {step.number}", start, end)
-            events.append(_slice(rank, STEPS, bounds, zero, {"rows": step.rows}))
-        events += _pictured(0, step.spans, zero, about, arrows)
+            trace.add_slice(rank, STEPS, bounds, zero, {"rows": step.rows})
+        trace.add_spans(0, step.spans, zero, {"step": step.number})
     if simulation is not None:
         timeline, start = simulation
         spans = [[Span(e.action, e.start, e.end) for e in own] for own in timeline.events]
-        events += _names(len(spans), placement, " simulated")
-        events += _pictured(len(spans), spans, zero - start, {}, arrows)
-    return events
+        trace.name_ranks(len(spans), placement, " simulated")
+        trace.add_spans(len(spans), spans, zero - start, {})
+    return trace.events
 
 
-def _names(first: int, placement: Sequence[int], suffix: str) -> Iterator[TraceEvent]:
-    """Names processes and tracks, and puts them in order."""
-    for rank in range(max(placement) + 1):
-        stages = ", ".join(str(s) for s, owner in enumerate(placement) if owner == rank)
-        process = first + rank
-        yield _metadata(process, COMPUTE, "process_name", name=f"rank {rank}{suffix}")
-        yield _metadata(process, COMPUTE, "process_labels", labels=f"stage {stages}")
-        yield _metadata(process, COMPUTE, "process_sort_index", sort_index=process)
-        for track, name in _TRACKS.items():
-            yield _metadata(process, track, "thread_name", name=name)
-            yield _metadata(process, track, "thread_sort_index", sort_index=track)
+class _Trace:
+    """Events, each on a track of a process; a process is a rank, measured or simulated."""
 
+    def __init__(self) -> None:
+        self.events: list[TraceEvent] = []
+        self._arrows = itertools.count(1)
 
-def thread_id(process: int, track: int) -> int:
-    """Returns the number of a track, one that no other track of any process has."""
-    # Perfetto takes tracks with the number 0, or their process's, for one and the same.
-    return 10 * process + track
+    def _add(self, process: int, track: int, **fields: Any) -> None:
+        # Perfetto takes tracks with the number 0, or their process's, for one and the same.
+        self.events.append({"pid": process, "tid": 10 * process + track, **fields})
 
+    def name_ranks(self, first: int, placement: Sequence[int], suffix: str) -> None:
+        """Names processes and tracks, and puts them in order."""
+        for rank in range(max(placement) + 1):
+            stages = ", ".join(str(s) for s, owner in enumerate(placement) if owner == rank)
+            process = first + rank
+            self._name(process, COMPUTE, "process_name", name=f"rank {rank}{suffix}")
+            self._name(process, COMPUTE, "process_labels", labels=f"stage {stages}")
+            self._name(process, COMPUTE, "process_sort_index", sort_index=process)
+            for track, name in _TRACKS.items():
+                self._name(process, track, "thread_name", name=name)
+                self._name(process, track, "thread_sort_index", sort_index=track)
 
-def _metadata(process: int, track: int, kind: str, **values: Any) -> TraceEvent:
-    tid = thread_id(process, track)
-    return {"ph": "M", "pid": process, "tid": tid, "name": kind, "args": values}
+    def _name(self, process: int, track: int, kind: str, **values: Any) -> None:
+        self._add(process, track, ph="M", name=kind, args=values)
 
+    def add_spans(
+        self, first: int, ranks: Iterable[Sequence[Span]], zero: float, about: dict[str, Any]
+    ) -> None:
+        """Adds the slices of one step, and the arrows between them."""
+        numbers: dict[tuple[Any, ...], int] = {}
+        for rank, spans in enumerate(ranks):
+            for span in spans:
+                track = COMPUTE if is_busy(span.what) else COMMUNICATION
+                facts = {} if isinstance(span.what, str) else dict(span.what._asdict())
+                facts.pop("operation", None)
+                start, end = self.add_slice(first + rank, track, span, zero, {**about, **facts})
+                if isinstance(span.what, Transfer):
+                    key = (span.what.direction, span.what.message)
+                    number = numbers.setdefault(key, next(self._arrows))
+                    # At the start of a send, just before the end of a receive.
+                    sends = span.what.operation == "S"
+                    kind = {"ph": "s"} if sends else {"ph": "f", "bp": "e"}
+                    moment = _written(start if sends else max(start, end - _INSIDE))
+                    message = {"id": number, "name": "message", "cat": "message", "ts": moment}
+                    self._add(first + rank, COMMUNICATION, **kind, **message)
 
-def _pictured(
-    first: int,
-    ranks: Iterable[Sequence[Span]],
-    zero: float,
-    about: dict[str, Any],
-    arrows: Iterator[int],
-) -> Iterator[TraceEvent]:
-    """Makes the slices of one step, and the arrows between them."""
-    numbers: dict[tuple[Any, ...], int] = {}
-    for rank, spans in enumerate(ranks):
-        for span in spans:
-            track = COMPUTE if is_busy(span.what) else COMMUNICATION
-            facts = {} if isinstance(span.what, str) else dict(span.what._asdict())
-            facts.pop("operation", None)
-            yield _slice(first + rank, track, span, zero, {**about, **facts})
-            if isinstance(span.what, Transfer):
-                key = (span.what.direction, span.what.message)
-                number = numbers.setdefault(key, next(arrows))
-                yield _arrow(first + rank, span.what, span, zero, number)
-
-
-def _slice(process: int, track: int, span: Span, zero: float, facts: dict[str, Any]) -> TraceEvent:
-    name, category = _look(span.what)
-    start, end = _nanoseconds(span.start - zero), _nanoseconds(span.end - zero)
-    return {
-        "ph": "X", "pid": process, "tid": thread_id(process, track),
-        "name": name, "cat": category, "args": facts,
-        "ts": _written(start), "dur": _written(max(0, end - start - 1)),
-    }  # fmt: skip
-
-
-def _arrow(process: int, what: Transfer, span: Span, zero: float, number: int) -> TraceEvent:
-    """Makes one end of an arrow: at the start of a send, just before the end of a receive."""
-    start, end = _nanoseconds(span.start - zero), _nanoseconds(span.end - zero)
-    if what.operation == "S":
-        kind, moment = {"ph": "s"}, start
-    else:
-        kind, moment = {"ph": "f", "bp": "e"}, max(start, end - _INSIDE)
-    return {
-        **kind, "pid": process, "tid": thread_id(process, COMMUNICATION),
-        "id": number, "name": "message", "cat": "message", "ts": _written(moment),
-    }  # fmt: skip
-
-
-def _nanoseconds(seconds: float) -> int:
-    return math.floor(1e9 * seconds)
+    def add_slice(
+        self, process: int, track: int, span: Span, zero: float, facts: dict[str, Any]
+    ) -> tuple[int, int]:
+        """Adds what a rank does for a while; returns from when to when, in nanoseconds."""
+        name, category = _look(span.what)
+        start, end = (math.floor(1e9 * (moment - zero)) for moment in (span.start, span.end))
+        times = {"ts": _written(start), "dur": _written(max(0, end - start - 1))}
+        self._add(process, track, ph="X", name=name, cat=category, args=facts, **times)
+        return start, end
 
 
 def _written(nanoseconds: int) -> float:
@@ -308,8 +292,8 @@ def _look(what: Action | str) -> tuple[str, str]:
     """Returns name and category."""
     if isinstance(what, Compute):
         return str(what), _KINDS[what.kind]
-    category = "wait" if is_wait(what) else "send" if isinstance(what, Transfer) else "step"
     if not isinstance(what, Transfer):
-        return str(what), category
+        return str(what), "wait" if is_wait(what) else "step"
     verb = "send" if what.operation == "S" else "receive"
-    return f"{verb} {what.direction}{what.micro_batch} {what.source}>{what.target}", category
+    name = f"{verb} {what.direction}{what.micro_batch} {what.source}>{what.target}"
+    return name, "wait" if is_wait(what) else "send"

@@ -63,7 +63,7 @@ def remove(files: Iterable[str]) -> None:
             os.unlink(file)
 
 
-def kill_descendants(patience: float = 0.0, seconds: float = 3.0) -> list[int]:
+def kill_descendants(patience: float = 0.0, seconds: float = 3.0) -> None:
     """Kills everything the calling process has started, directly or not.
 
     It may end by itself before, which is cleaner, for so long.
@@ -73,19 +73,22 @@ def kill_descendants(patience: float = 0.0, seconds: float = 3.0) -> list[int]:
         alive = [child for child in me.children(recursive=True) if is_alive(child)]
         waited = time.monotonic() - start
         if not alive or waited > patience + seconds:
-            return [child.pid for child in alive]
+            return
         for child in alive if waited >= patience else ():
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         time.sleep(0.02)
-        _reap()
+        reap()
 
 
-def _reap() -> None:
-    """Takes the exit codes of ended children, adopted ones included."""
+def reap(child: int | None = None) -> int | None:
+    """Takes the exit codes of ended children, adopted ones included; returns that of one."""
+    found = None
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                found = os.waitstatus_to_exitcode(ended[1])
+    return found
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -38,6 +38,7 @@ from tarantella_pp.launch.processes import (
     adopt_orphans,
     die_with_parent,
     kill_descendants,
+    reap,
     remove,
     shared_memory,
 )
@@ -79,7 +80,7 @@ def _stand_for(keeper: int) -> int:
     while status is None:
         number = signal.sigwait(_WATCHED)
         if number == signal.SIGCHLD:
-            status = _status_of(keeper)
+            status = reap(keeper)
         else:
             os.kill(keeper, number)
     return 128 - status if status < 0 else status
@@ -119,7 +120,7 @@ def _keep(rank: int, child: int) -> int:
     while status is None:
         number = signal.sigwait(_WATCHED)
         if number == signal.SIGCHLD:
-            status = _status_of(child)
+            status = reap(child)
         elif number == _ALONE:
             remove(shared_memory())
             kill_descendants()
@@ -134,16 +135,6 @@ def _keep(rank: int, child: int) -> int:
     if status:  # MPI need not notice by itself: it has nothing to add to what the launcher says
         signal.sigtimedwait([_ALONE], LINGER_SECONDS)
     return 128 - status if status < 0 else status
-
-
-def _status_of(child: int) -> int | None:
-    """Takes the exit codes of ended children, adopted ones included; returns the child's."""
-    found = None
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == child:
-                found = os.waitstatus_to_exitcode(ended[1])
-    return found
 
 
 def run_script(command: list[str], guard: Guard) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,7 @@ import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.files.file_replacement import replace_file
-from tarantella_pp.files.keras_file import (
-    KerasFile,
-    read_state,
-    read_weights,
-    write_plain,
-)
+from tarantella_pp.files.keras_file import KerasFile, read_state, read_weights, write_plain
 from tarantella_pp.internals.model_files import called_by_writer, save_weights
 from tarantella_pp.models.model_validation import check_one_file, check_overwrite, path_of
 from tarantella_pp.runtime.comm.collective import (
@@ -77,16 +73,15 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         """Sets all weights; all ranks must call it, with the same values."""
         super().set_weights(weights)
 
-    def get_state_tree(self, value_format: str = "backend_tensor") -> dict[str, Any]:
+    def get_state_tree(self, *args: Any, **kwargs: Any) -> Any:
         """Returns weights and slots by name, where one process has all of them."""
         self._refuse_on_ranks("get_state_tree")
-        tree: dict[str, Any] = super().get_state_tree(value_format)
-        return tree
+        return super().get_state_tree(*args, **kwargs)
 
-    def set_state_tree(self, state_tree: dict[str, Any]) -> None:
+    def set_state_tree(self, *args: Any, **kwargs: Any) -> None:
         """Sets weights and slots by name, where one process has all of them."""
         self._refuse_on_ranks("set_state_tree")
-        super().set_state_tree(state_tree)
+        super().set_state_tree(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         """Copies and pickles become plain Keras models, where one process has all of it."""
@@ -187,11 +182,8 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         if self._optimizer_state is not None:
             self._optimizer_state.build()
         plain, needed = self._receiving()
-        on_all_ranks(
-            self._engine.communicator,
-            f"load {file.name}",
-            lambda: read_state(file, plain, needed),
-        )
+        work = functools.partial(read_state, file, plain, needed)
+        on_all_ranks(self._engine.communicator, f"load {file.name}", work)
 
     def _receiving(self) -> tuple[keras.Model, list[Any]]:
         """What takes over a state, and this rank's variables; all ranks must call it."""
@@ -247,6 +239,6 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
     def export(self, *args: Any, **kwargs: Any) -> None:
         """Refuses: save the model and export it with stock Keras."""
         raise ConfigurationError(
-            "A PipelineModel cannot be exported as it is. Save it with `save('model.keras')`, and "
-            "call `keras.saving.load_model('model.keras').export(...)` in one process."
+            "A PipelineModel cannot be exported as it is. Save it, and export it in one process: "
+            "`keras.saving.load_model('model.keras').export(...)`."
         )

@@ -106,8 +106,8 @@ class Model(PipelineModel):
         )
         if self.plan.num_stages > 1:
             raise ConfigurationError(
-                "A tnt.Model is one stage, and all ranks are its replicas. Received: a plan of "
-                f"{self.plan.num_stages} stages. Use tnt.PipelineModel for it."
+                "A tnt.Model is one stage; use tnt.PipelineModel. Received: a plan of "
+                f"{self.plan.num_stages} stages"
             )
         if inputs is not None and model.compiled and not self.compiled:
             self._compile_as(model)
@@ -118,8 +118,7 @@ def _called_with(model: Any, inputs: Any) -> keras.Model:
     model_validation.check_model(model)
     if not hides_its_graph(model):
         raise ConfigurationError(
-            f"Model '{model.name}' knows its inputs. Received: inputs={inputs!r}. Leave them out; "
-            "they are for subclassed models and for Sequential ones that are not built."
+            f"Model '{model.name}' knows its inputs. Leave them out. Received: inputs={inputs!r}"
         )
     try:
         outputs = model(inputs)
@@ -177,8 +176,8 @@ def _with_own_steps(
     if given := {name: value for name, value in options.items() if value}:
         steps = ", ".join(model_validation.own_steps_of(type(model))) or "its metrics"
         raise ConfigurationError(
-            f"Model '{model.name}' has {steps} of its own: each rank runs its steps as they are, "
-            f"and nothing is planned. Received: {given}. Leave that out."
+            f"Model '{model.name}' has {steps} of its own, which each rank runs as they are. Leave "
+            f"options of plans out. Received: {given}"
         )
     checked_count("batch_size", batch_size)
     if inputs is not None:
@@ -230,8 +229,8 @@ class OwnStepModel(TrainingLoops):
         for callback in listed(given.get("callbacks")):
             if isinstance(callback, (Checkpoint, keras.callbacks.BackupAndRestore)):
                 raise ConfigurationError(
-                    f"Callback {type(callback).__name__} keeps the state of a pipeline, and model "
-                    f"'{self.name}' runs steps of its own. Use keras.callbacks.ModelCheckpoint."
+                    f"Callback {type(callback).__name__} keeps the state of a pipeline. For a "
+                    "model with steps of its own use keras.callbacks.ModelCheckpoint."
                 )
         with self._engine.communicator.call("fit"):
             self._engine.check_alike()

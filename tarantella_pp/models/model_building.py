@@ -10,7 +10,6 @@ import logging
 import os
 import random
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -73,19 +72,20 @@ def load_model(
         model = tnt.models.load_model("model.keras", num_stages=4)
         model.fit(x, y)
     """
-    objects = dict(custom_objects or {})
-    whole = functools.partial(
-        keras.models.load_model, filepath, objects, compile=compile, safe_mode=safe_mode
-    )
+    objects, method = dict(custom_objects or {}), "load_model"
+
+    def whole() -> Any:
+        return keras.models.load_model(filepath, objects, compile=compile, safe_mode=safe_mode)
+
     with contextlib.ExitStack() as stack:
         file = _agreed_file(filepath, stack, compile=bool(compile), safe_mode=bool(safe_mode))
         if file is None:
             reason = "only Keras reads files of this kind"
-            return _wrapped(_built(whole, "load_model", options, reason=reason)[0], options)
+            return _wrapped(_built(whole, method, options, reason=reason)[0], options)
         config = dict(file.config)
         compilation = config.pop(_COMPILATION, None)
         model, by_share = _built(
-            lambda: deserialized(config, objects, safe_mode), "load_model", options, whole
+            lambda: deserialized(config, objects, safe_mode), method, options, whole
         )
         distributed = _wrapped(model, options)
         if by_share:
@@ -94,7 +94,7 @@ def load_model(
             except ConfigurationError as error:
                 raise ConfigurationError(
                     f"The model of file {file.name} cannot be compiled as it was: {error} Load it "
-                    "with `compile=False`, and compile it otherwise."
+                    "with `compile=False`."
                 ) from error
             with world().call("load_model (weights)"):
                 distributed._read_state(file)
@@ -186,8 +186,7 @@ def model_from_json(
         config = json.loads(json_string)
     except ValueError as error:
         raise ConfigurationError(
-            f"model_from_json takes what `to_json()` of a model returns. Received: "
-            f"json_string={str(json_string)[:80]!r}, which is no JSON: {error}"
+            f"Expected what `to_json()` of a model returns. Received: {json_string!r:.80}: {error}"
         ) from error
     return model_from_config(config, custom_objects, **options)
 
@@ -226,39 +225,31 @@ def clone_model(
         raise UnsupportedModelError(
             f"clone_model takes a model. Received: model={model!r} of type {type(model).__name__}"
         )
-    arguments = {
-        "input_tensors": input_tensors, "clone_function": clone_function,
-        "call_function": call_function, "recursive": recursive or None,
-    }  # fmt: skip
-    given = {name: value for name, value in arguments.items() if value is not None}
+    names = ("input_tensors", "clone_function", "call_function", "recursive")
+    values = (input_tensors, clone_function, call_function, recursive or None)
+    given = {n: value for n, value in zip(names, values, strict=True) if value is not None}
     if isinstance(model, PipelineModel) and not given and not options:
         options = {"plan": model.plan}
-    plain = _plain_of(model)
+    plain = model._plain if isinstance(model, OwnStepModel) else model
+    if isinstance(model, PipelineModel):
+        plain = model._engine.extracted.model
     compilation = model.get_compile_config() if model.compiled else None
 
-    def copy() -> Any:
-        return keras.models.clone_model(plain, **given)
+    whole = functools.partial(keras.models.clone_model, plain, **given)
 
     def copy_layers() -> Any:
         before, plain.compiled = plain.compiled, False  # Keras would compile the copy, too
         try:
-            return copy()
+            return whole()
         finally:
             plain.compiled = before
 
-    whole = copy_layers if isinstance(model, PipelineModel) else copy
-    made = _built(copy_layers, "clone_model", options, whole)[0]
+    every = copy_layers if isinstance(model, PipelineModel) else whole
+    made = _built(copy_layers, "clone_model", options, every)[0]
     kind = Model if isinstance(model, Model) and "num_stages" not in options else None
     clone = _wrapped(made, options, kind)
     _compile_as(clone, compilation)
     return clone
-
-
-def _plain_of(model: Any) -> keras.Model:
-    """The model of plain Keras that a distributed one was made of."""
-    if isinstance(model, PipelineModel):
-        return model._engine.extracted.model
-    return model._plain if isinstance(model, OwnStepModel) else model
 
 
 def _built(
@@ -350,9 +341,8 @@ def _reason_of(model: Any) -> str:
 
 def _agreed_file(filepath: Any, stack: contextlib.ExitStack, **facts: Any) -> KerasFile | None:
     """Opens a file that is the same on all ranks; `None` for one that only Keras reads."""
-    path_of(filepath)
-    ranks, name = world(), os.fspath(filepath)
-    if not name.endswith(".keras") or "://" in name or Path(name).is_dir():
+    path, ranks, name = path_of(filepath), world(), os.fspath(filepath)
+    if path.suffix != ".keras" or "://" in name or path.is_dir():
         with ranks.call("load_model", **facts, contents=contents_of(filepath)):
             return None
     found: list[KerasFile] = []

@@ -28,19 +28,13 @@ from tests.zoo.models import mlp
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
 
-def trained(wrap):
+def test_one_process_trains_as_plain_keras():
     keras.utils.set_random_seed(1)
     case = CASES["mlp"]
-    model = wrap(case.build())
+    model = Model(case.build())
     model.compile(**case.compiled())
-    return model, finish(model, case)
-
-
-@pytest.mark.parametrize("wrap", [Model, Sequential])
-def test_one_process_trains_as_plain_keras(wrap):
-    model, outcome = trained(wrap)
     assert model.plan.num_stages == 1
-    assert distance(serial("mlp"), outcome) < 1e-13
+    assert distance(serial("mlp"), finish(model, case)) < 1e-13
 
 
 def test_layers_make_a_model():

@@ -239,6 +239,6 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
     def export(self, *args: Any, **kwargs: Any) -> None:
         """Refuses: save the model and export it with stock Keras."""
         raise ConfigurationError(
-            "A PipelineModel cannot be exported as it is. In one process, export what `save` writes: "
-            "`keras.saving.load_model('model.keras').export(...)`."
+            "A PipelineModel cannot be exported as it is. Export what `save` writes: "
+            "in one process `keras.saving.load_model('model.keras').export(...)`."
         )

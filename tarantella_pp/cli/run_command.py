@@ -88,8 +88,6 @@ def _add_shares(parser: argparse.ArgumentParser) -> None:
         "or none")  # fmt: skip
     add("--pin-to-socket", action="store_true",
         help="give each rank a socket (NUMA node) of its own")  # fmt: skip
-    add("--pin-memory-to-socket", action="store_true",
-        help="and memory of this socket only")  # fmt: skip
     gpus = parser.add_mutually_exclusive_group()
     gpus.add_argument("--share-gpus", action="store_true",
         help="let ranks of a host share its GPUs; by default each has one of its own")  # fmt: skip
@@ -166,14 +164,13 @@ def _variables(
     from tarantella_pp.partition.options import FUSION_VARIABLE
 
     binding = "" if arguments.bind == "none" else resources.TO_CORES
-    if arguments.pin_to_socket or arguments.pin_memory_to_socket:
+    if arguments.pin_to_socket:
         if arguments.bind is not None:
             raise ConfigurationError(
                 "A rank is bound to a socket, or to its share of all cores. Received: "
-                f"--pin-to-socket or --pin-memory-to-socket, and --bind={arguments.bind}"
+                f"--pin-to-socket and --bind={arguments.bind}"
             )
-        memory = arguments.pin_memory_to_socket
-        binding = resources.TO_MEMORY if memory else resources.TO_SOCKET
+        binding = resources.TO_SOCKET
     variables = environment.rank_environment(
         arguments.log_level, arguments.output_on_all_devices, {**os.environ, **exported}
     ) | {

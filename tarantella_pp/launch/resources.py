@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pathlib
-import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -16,9 +14,9 @@ from tarantella_pp.errors import LaunchError
 from tarantella_pp.launch.environment import number_of
 from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE
 
-# How a rank is bound: to its share of the cores, to a socket, to its memory as well, or not.
+# How a rank is bound: to its share of the cores, to a socket, or not.
 BIND_VARIABLE = "TNT_BIND"
-TO_CORES, TO_SOCKET, TO_MEMORY = "cores", "socket", "memory"
+TO_CORES, TO_SOCKET = "cores", "socket"
 # Threads of a rank, where the user has said how many.
 COUNT_VARIABLE = "TNT_THREADS"
 # Most ranks of a host, for launchers that do not tell a rank how many its own has.
@@ -28,9 +26,6 @@ THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM
 _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", RANKS_VARIABLE)
 _TOPOLOGY = pathlib.Path("/sys/devices/system/cpu")
 _NODES = pathlib.Path("/sys/devices/system/node")
-# Number of the system call, which glibc has no function for.
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-_MPOL_BIND = 2
 SHARE_VARIABLE = "TNT_SHARE_GPUS"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 NONE_VISIBLE = {_VISIBLE: "-1"}
@@ -50,10 +45,7 @@ def take_share(environ: MutableMapping[str, str]) -> None:
     own = os.sched_getaffinity(0)
     way = environ.get(BIND_VARIABLE, "")
     cores = cores_of_node(environ)
-    if way in (TO_SOCKET, TO_MEMORY):
-        threads = pin_to_socket(rank, ranks, memory=way == TO_MEMORY)
-    else:
-        threads = max(1, cores // ranks)
+    threads = pin_to_socket(rank, ranks) if way == TO_SOCKET else max(1, cores // ranks)
     wanted = environ.get(COUNT_VARIABLE, "")
     said = number_of(environ, COUNT_VARIABLE) or cores_of_task(environ, ranks)
     threads = threads if said is None else said
@@ -112,8 +104,11 @@ def _place(core: int) -> tuple[int, int, int]:
     return socket, physical, core
 
 
-def pin_to_socket(rank: int, ranks: int, *, memory: bool) -> int:
-    """Binds this process to a socket, as `numactl --cpunodebind` would; returns its cores."""
+def pin_to_socket(rank: int, ranks: int) -> int:
+    """Binds this process to a socket, as `numactl --cpunodebind` would; returns its cores.
+
+    Linux gives it memory of this socket by itself, as long as there is some.
+    """
     nodes = sockets_of_this_host()
     if ranks > len(nodes):
         raise LaunchError(
@@ -126,8 +121,6 @@ def pin_to_socket(rank: int, ranks: int, *, memory: bool) -> int:
         os.sched_setaffinity(0, nodes[node])
     except OSError as error:
         raise LaunchError(f"--pin-to-socket is not allowed on this host: {error}") from error
-    if memory:
-        _bind_memory(node)
     return len(nodes[node])
 
 
@@ -145,22 +138,6 @@ def _cores(text: str) -> set[int]:
     """Reads a list such as `0-3,8`."""
     ends = [part.partition("-") for part in text.strip().split(",") if part]
     return {core for low, _, high in ends for core in range(int(low), int(high or low) + 1)}
-
-
-def _bind_memory(node: int) -> None:
-    number = _SET_MEMPOLICY.get(platform.machine())
-    if number is None:
-        raise LaunchError(
-            "--pin-memory-to-socket works on x86-64 and ARM only. "
-            f"Received: a host with {platform.machine()}"
-        )
-    words = node // 64 + 1
-    mask = (ctypes.c_uint64 * words)()
-    mask[node // 64] = 1 << node % 64
-    library = ctypes.CDLL(None, use_errno=True)
-    if library.syscall(number, _MPOL_BIND, mask, ctypes.c_ulong(64 * words + 1)) != 0:
-        text = os.strerror(ctypes.get_errno())
-        raise LaunchError(f"--pin-memory-to-socket is not allowed on this host: {text}")
 
 
 def take_gpu(environ: MutableMapping[str, str], local_rank: int) -> None:

@@ -35,8 +35,6 @@ from tarantella_pp.schedule import Schedule, ScheduleSpec, read_schedule
 
 # A GPU whose name says nothing.
 ACCELERATOR = HardwareSpec(flops_per_second=1e13, action_seconds=3e-4, memory_bandwidth=1e12)
-# Into how many stages a model on one rank is cut, for sums of gradients to begin earlier.
-STAGES_TO_OVERLAP = 4
 # Bytes per second of a link below which messages may be worth more micro-batches in flight.
 SLOW_LINK = 2e9
 # Into how many a batch is cut to measure operations, where that is open.
@@ -79,8 +77,7 @@ def make_plan(
             one: its weights get no values then, so a model of any size is planned anywhere, as is
             one that was made under `tnt.deferred_init()`.
         num_stages: Number of pipeline stages. Default: see `PipelineModel`, or with `num_ranks`
-            the number that makes a step fastest. Replicas of one rank each may get several stages,
-            where sums of gradients that begin before the backward pass ends are worth it.
+            the number that makes a step fastest.
         batch_size: Samples of a step, over all replicas.
         num_micro_batches: Micro-batches of a step. Default: the number that divides the batch, or
             a power of two where none does, and makes a step fastest: more of them keep the pipeline
@@ -156,9 +153,6 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
     if options.schedule is None:
         slow = _behind_slow_links(shapes, machine)
         further = _searches(planner, replace(options, schedule="eager-1f1b"), None, slow)
-        if options.num_stages is options.stages_per_rank is options.memory_limit is None:
-            cut = _cut_to_overlap(shapes, planner, options)
-            further += _searches(planner, options, custom, cut)
     chosen = choose_plan(searches, further)
     if chosen is None:
         raise PlanError(infeasible(replace(searches[-1], roughly=False)))
@@ -321,12 +315,3 @@ def _behind_slow_links(shapes: list[Shape], machine: HardwareSpec) -> list[Shape
     if machine.bandwidth is None or machine.bandwidth >= SLOW_LINK:
         return []
     return [shape for shape in shapes if shape[0] == shape[2] > 1]
-
-
-def _cut_to_overlap(shapes: list[Shape], planner: Planner, options: PlanOptions) -> list[Shape]:
-    """Models on one rank, cut: later layers' gradients are summed beside the backward pass."""
-    if not _has_stages(STAGES_TO_OVERLAP, planner, options):
-        return []
-    return [
-        (STAGES_TO_OVERLAP, replicas, 1) for stages, replicas, _ in shapes if stages == 1 < replicas
-    ]

@@ -140,23 +140,6 @@ def test_ranks_are_shared_among_stages_and_replicas():
     assert make_plan(model, num_ranks=8, **given, memory_limit=limit).num_stages > 1
 
 
-def test_replicas_of_one_rank_are_cut_where_that_hides_their_sums():
-    model = tower(8, width=256)
-
-    def made(bandwidth, **options):
-        machine = HardwareSpec(1e9, bandwidth=bandwidth)
-        given = {"num_ranks": 2, "num_replicas": 2, "batch_size": 64, "balance": "flops"}
-        return make_plan(model, machine=machine, **{**given, **options})
-
-    cut, whole = made(2e7), made(2e7, num_stages=1)
-    assert (cut.num_stages, cut.num_ranks) == (4, 1)
-    assert cut.step_seconds < 0.95 * whole.step_seconds
-    assert made(1e9).num_stages == 1  # nothing to hide
-    assert made(2e7, memory_limit="1GB").num_stages == 1  # of a stage: four would need four times
-    assert made(2e7, schedule="1f1b").num_stages == 1
-    assert made(2e7, stages_per_rank=1).num_stages == 1
-
-
 def test_over_a_slow_link_more_micro_batches_are_in_flight_where_that_is_worthwhile():
     model = tower(8, width=256)
 

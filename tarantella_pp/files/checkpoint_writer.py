@@ -76,8 +76,16 @@ class CheckpointWriter:
         if not own:
             return []
         path = draft / f"rank-{self._ranks.rank:05d}.safetensors"
-        specs = {key: _spec(value) for key, value in own.items()}
-        written = write_tensors(path, specs, lambda key: _array(own[key]))
+
+        def value(key: str) -> np.ndarray[Any, Any]:
+            given = own[key]
+            return given if isinstance(given, np.ndarray) else value_of(given)
+
+        specs = {
+            key: (each.dtype.name, each.shape) if isinstance(each, np.ndarray) else spec_of(each)
+            for key, each in own.items()
+        }
+        written = write_tensors(path, specs, value)
         tensors = [[key, getattr(own[key], "path", key), *specs[key]] for key in own]
         return [path.name, *written, self._ranks.rank, self._stages, tensors]
 
@@ -93,14 +101,10 @@ class CheckpointWriter:
         try:
             result = work()
         except FileNotFoundError:
-            reason = (
-                "its folder is not there; the directory must be on a disk that all ranks see, and "
-                "no other job may begin in it"
-            )
-        except (OSError, shutil.Error) as error:
-            reason = error.strerror or str(error) or type(error).__name__
-        except ConfigurationError as error:
-            reason = str(error)
+            reason = "its folder is not there; all ranks must see the directory, and no other job "
+            reason += "may begin in it"
+        except (OSError, ConfigurationError) as error:
+            reason = getattr(error, "strerror", "") or str(error) or type(error).__name__
         answers = self._ranks.allgather_json([reason, result])
         for rank, (problem, _) in enumerate(answers):
             if problem:
@@ -122,13 +126,3 @@ def _gathered(
             tensors[key] = SavedTensor(label, dtype, tuple(shape), len(files))
         files.append(SavedFile(name, size, sha256, rank, tuple(stages)))
     return tuple(files), tensors
-
-
-def _spec(value: Any) -> tuple[str, tuple[int, ...]]:
-    if isinstance(value, np.ndarray):
-        return value.dtype.name, value.shape
-    return spec_of(value)
-
-
-def _array(value: Any) -> np.ndarray[Any, Any]:
-    return value if isinstance(value, np.ndarray) else value_of(value)

@@ -11,13 +11,12 @@ import datetime
 import hashlib
 import io
 import json
-import shutil
 import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import keras
 
@@ -67,16 +66,13 @@ class KerasFile:
     def weights(self) -> Iterator[BinaryIO]:
         """The HDF5 file with weights and optimizer state."""
         member = self._zip.getinfo(WEIGHTS)
-        if member.compress_type == zipfile.ZIP_STORED:
-            with io.BufferedReader(
-                _Part(self._file, self._start(member), member.file_size)
-            ) as file:
-                yield file
-        else:
-            with tempfile.TemporaryFile() as file:
-                with self._zip.open(member) as data:
-                    shutil.copyfileobj(data, file, _MIB)
-                yield file
+        if member.compress_type != zipfile.ZIP_STORED:  # Keras' own are not: others are slower
+            with self._zip.open(member) as packed:
+                yield cast(BinaryIO, packed)
+            return
+        part = _Part(self._file, self._start(member), member.file_size)
+        with io.BufferedReader(part) as file:
+            yield file
 
     @contextlib.contextmanager
     def assets(self) -> Iterator[Path | None]:

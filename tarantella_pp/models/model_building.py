@@ -186,7 +186,8 @@ def model_from_json(
         config = json.loads(json_string)
     except ValueError as error:
         raise ConfigurationError(
-            f"Expected what `to_json()` of a model returns. Received: {json_string!r:.60}, no JSON: {error}"
+            "Expected what `to_json()` of a model returns. Received: no JSON, "
+            f"{json_string!r:.60}: {error}"
         ) from error
     return model_from_config(config, custom_objects, **options)
 

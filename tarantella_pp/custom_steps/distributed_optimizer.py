@@ -112,17 +112,14 @@ class _Distributed:
         if ranks.size > 1 and len(variables) == len(gradients):  # else Keras says so
             specs = [f"{variable.dtype}{[*variable.shape]}" for variable in variables]
             with ranks.call("DistributedOptimizer.apply", op=self._op, variables=specs):
-                gradients = self._exchange_for(variables, ranks).added_up(gradients)
+                exchange = self._exchange
+                if exchange is None or [*map(id, variables)] != [*map(id, exchange.variables)]:
+                    exchange = GradientExchange(variables, ranks, self._wire_dtype, self._threshold)
+                    type(self)._exchange = exchange  # the class is this optimizer's alone
+                gradients = exchange.added_up(gradients)
             if self._op == "mean":
                 gradients = [scaled(gradient, 1 / ranks.size) for gradient in gradients]
         super().apply(gradients, trainable_variables)  # type: ignore[misc]
-
-    def _exchange_for(self, variables: Sequence[Any], ranks: Communicator) -> GradientExchange:
-        found = self._exchange
-        if found is None or [*map(id, variables)] != [*map(id, found.variables)]:
-            found = GradientExchange(variables, ranks, self._wire_dtype, self._threshold)
-            type(self)._exchange = found  # the class is this optimizer's alone
-        return found
 
 
 class GradientExchange:

@@ -58,9 +58,9 @@ class StepFeed(DataFeed):
         return describe(arrays.whole(own))[1], []
 
 
-def data_of(batch: Batch, leaves: Sequence[Any]) -> Any:
-    """What a step of Keras is given."""
-    return rebuild(batch.targets[0], leaves)
+def _given(batch: Batch) -> list[tf.Tensor]:
+    """All tensors of a batch, as they are in its structure."""
+    return [batch.inputs[i] for i in range(len(batch.inputs))]
 
 
 # The rank that tries a step: it has the first samples of each batch.
@@ -147,23 +147,19 @@ class ReplicaSteps:
         on_all_ranks(ranks, f"trace {what}", trace)
         run, tried = traces
         self._make_alike(run, statistics)
-        tensors = [batch.inputs[i] for i in range(len(batch.inputs))]
         found = on_one_rank(
             ranks, _TRIES, f"try {what}",
-            lambda: found_kinds(tried, tensors, what, by_rows=name == "predict_step"),
+            lambda: found_kinds(tried, _given(batch), what, by_rows=name == "predict_step"),
         )  # fmt: skip
         kinds = StepKinds(*found)
         return PreparedStep(run, tried.written, kinds, statistics, ranks, self._gradient_dtype)
 
     def _trace(self, name: str, batch: Batch, around: Any) -> StepTrace:
         """Traces a step; once more if that has made variables, which are there then."""
-        specs = [
-            tf.TensorSpec([None, *batch.inputs[i].shape[1:]], batch.inputs[i].dtype)
-            for i in range(len(batch.inputs))
-        ]
+        specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in _given(batch)]
 
         def step(*tensors: tf.Tensor) -> Any:
-            return getattr(self._model, name)(data_of(batch, tensors))
+            return getattr(self._model, name)(rebuild(batch.targets[0], tensors))
 
         what = f"{type(self._model).__name__}.{name}"
         before = self._count()

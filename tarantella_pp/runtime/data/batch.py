@@ -171,9 +171,15 @@ class ArrayRows:
         arrays = arrays_of(adapter)
         if arrays is None:
             return None
-        leaves = [_as_numpy(leaf) for leaf in keras.tree.flatten(arrays)]
-        if any(leaf is not None and not _has_numbers(leaf) for leaf in leaves):
-            return None
+        leaves = keras.tree.flatten(arrays)
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, (np.ndarray, tf.Tensor)):
+                leaf = as_sliced(leaf)
+            # On the same memory, where there is one; bfloat16 is no number to NumPy.
+            found = leaves[i] = to_buffer(leaf) if isinstance(leaf, tf.Tensor) else leaf
+            dense = isinstance(found, np.ndarray) and found.dtype.isnative
+            if found is not None and not (dense and found.dtype.kind in "biuf"):
+                return None
         return cls(keras.tree.pack_sequence_as(arrays, leaves))
 
     def inputs(self, rows: Any) -> Any:
@@ -198,18 +204,6 @@ class ArrayRows:
         for leaf in leaves:
             found = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, found)
         return f"{shapes}, hash {found:08x}"
-
-
-def _as_numpy(leaf: Any) -> Any:
-    """A leaf as an array on the same memory, where there is one."""
-    if not isinstance(leaf, (np.ndarray, tf.Tensor)):
-        leaf = as_sliced(leaf)
-    return to_buffer(leaf) if isinstance(leaf, tf.Tensor) else leaf
-
-
-def _has_numbers(leaf: Any) -> bool:
-    """Whether a leaf is a dense array of numbers; bfloat16 is none to NumPy."""
-    return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" and leaf.dtype.isnative
 
 
 def _rows_of(part: Any, rows: Any) -> Any:

@@ -168,7 +168,7 @@ def _open(given: GivenData | None, engine: Any) -> tuple[DataAdapter | None, Arr
         return None, None
     feed, reads = engine.feed, engine.communicator.rank == READER
     if given.is_function and len(feed.readers) > 1:
-        reads = feed.reads_for_replica
+        reads = engine.communicator.rank in feed.readers
         return (given.open(feed.replica, len(feed.readers)) if reads else None), None
     if not reads and (given.parts[0] is None or not are_arrays(given.parts)):
         return None, None

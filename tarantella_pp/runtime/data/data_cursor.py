@@ -62,7 +62,10 @@ class DataCursor:
         """Notes, before the data set hears of it, what an order would be drawn from."""
         if self.kind == PY_DATASET:
             if self._next_states is not None:
-                _set_random_states(self._next_states)
+                states = self._next_states
+                version, words, gauss = states["python"]
+                random.setstate((version, tuple(words), gauss))
+                np.random.set_state(tuple(states["numpy"]))  # noqa: NPY002
             self._next_states, self._states = None, _random_states()
 
     def order(self) -> tuple[Array, int]:
@@ -111,7 +114,10 @@ class DataCursor:
         if self._dataset is None:
             self._dataset = self._adapter.get_tf_dataset()
             if arrays_of(self._adapter) is not None:  # others are the user's, tuned as they wish
-                self._dataset = _without_tuning(self._dataset)
+                # As fast; but an epoch ends without waiting for a thread that measures it.
+                options = tf.data.Options()
+                options.autotune.enabled = False
+                self._dataset = self._dataset.with_options(options)
         return self._dataset
 
     def position(
@@ -174,16 +180,3 @@ def _random_states() -> dict[str, Any]:
     state: Any = np.random.get_state()  # noqa: NPY002
     kind, keys, *rest = state
     return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(tuple(states["numpy"]))  # noqa: NPY002
-
-
-def _without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Slices arrays as fast; but an epoch ends without waiting for a thread that measures it."""
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return dataset.with_options(options)

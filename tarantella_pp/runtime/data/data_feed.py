@@ -74,11 +74,6 @@ class DataFeed:
         """The replica whose samples this rank gets."""
         return self._need.replica
 
-    @property
-    def reads_for_replica(self) -> bool:
-        """Whether this rank is one of the readers."""
-        return self._communicator.rank in self.readers
-
     def batches(self, source: Iterable[Any] | None, *, is_split: bool = False) -> Iterator[Batch]:
         """Iterates over the batches of one epoch, on all ranks together.
 
@@ -89,8 +84,12 @@ class DataFeed:
         data = iter(source or ())
         while True:
             part = self._read(data) if reads else ReadPart(_END)
-            rank = self._communicator.rank
-            heard = [part if reader == rank else self._hear(reader) for reader in readers]
+            heard = [
+                part
+                if reader == self._communicator.rank
+                else ReadPart(*self._communicator.receive_json(reader, _NEWS_TAG, label="a batch"))
+                for reader in readers
+            ]
             for reader, theirs in zip(readers, heard, strict=True):
                 if theirs.rows == _FAILED:
                     text = f"Rank {reader} could not read the data: {theirs.signature.decode()}"
@@ -128,7 +127,11 @@ class DataFeed:
     def _read(self, source: Iterator[Any]) -> ReadPart:
         """Reads a batch, and tells the others, who wait for it, whatever comes of it."""
         try:
-            inputs, targets, structures = self._opened(_without_optionals(next(source)))
+            data = keras.tree.map_structure(
+                lambda item: None if isinstance(item, tf.experimental.Optional) else item,
+                next(source),
+            )
+            inputs, targets, structures = self._opened(data)
             signature = _signature(inputs, *structures)
             part = ReadPart(int(inputs[0].shape[0]), signature, inputs, targets)
         except (StopIteration, tf.errors.OutOfRangeError):
@@ -138,10 +141,6 @@ class DataFeed:
         ranks, news = self._communicator, [part.rows, part.signature]
         ranks.send_json(news, ranks.others, _NEWS_TAG, label="batch structure")
         return part
-
-    def _hear(self, reader: int) -> ReadPart:
-        """Hears what another rank has read."""
-        return ReadPart(*self._communicator.receive_json(reader, _NEWS_TAG, label="a batch"))
 
     def _check_parts(self, heard: Sequence[ReadPart]) -> None:
         """Refuses parts of a batch that are not the replicas' shares of it."""
@@ -271,9 +270,3 @@ def dense(value: Any, what: str) -> Any:
             "`tf.sparse.to_dense()`, and mask what it is filled up with."
         )
     return value
-
-
-def _without_optionals(data: Any) -> Any:
-    return keras.tree.map_structure(
-        lambda item: None if isinstance(item, tf.experimental.Optional) else item, data
-    )

@@ -148,10 +148,6 @@ def _is_sum(tensor: tf.Tensor) -> bool:
     return bool(numbers and tensor.shape.is_fully_defined())
 
 
-def _has_samples(tensor: tf.Tensor) -> bool:
-    return tensor.shape.rank is not None and not tensor.shape.is_fully_defined()
-
-
 def _following_in(body: tf.Graph, op: tf.Operation, follows: set[Any]) -> set[Any]:
     pairs = zip(body.inputs, op.inputs, strict=True)
     return following(body, [inner for inner, outer in pairs if _follows(outer, follows)])
@@ -159,7 +155,8 @@ def _following_in(body: tf.Graph, op: tf.Operation, follows: set[Any]) -> set[An
 
 def _is_linear(op: tf.Operation, follows: set[Any]) -> bool:
     given = [i for i, tensor in enumerate(op.inputs) if _follows(tensor, follows)]
-    if op.type in _SUMS and _has_samples(op.outputs[0]):
+    shape = op.outputs[0].shape
+    if op.type in _SUMS and shape.rank is not None and not shape.is_fully_defined():
         return False  # these are given what all of them add up to
     if (body := body_of(op)) is not None:
         return nonlinear(body.outputs, _following_in(body, op, follows)) is None

@@ -65,17 +65,14 @@ def kinds_of(
     def close(value: Array) -> bool:
         return value.shape == after.shape and bool(np.all(np.abs(value - after) <= limit))
 
-    found = {ROWS} if after.ndim and _fit(each) and close(np.concatenate(each)) else set()
+    fit = all(part.ndim and part.shape[1:] == each[0].shape[1:] for part in each)
+    found = {ROWS} if after.ndim and fit and close(np.concatenate(each)) else set()
     if all(part.shape == after.shape for part in each):
         weighted = [share * part for share, part in zip(shares, each, strict=True)]
         found |= {SAME} if all(map(close, each)) else set()
         found |= {MEAN} if close(np.sum(weighted, axis=0)) else set()
         found |= {SUM} if close(before + np.sum([p - before for p in each], axis=0)) else set()
     return frozenset(found)
-
-
-def _fit(parts: Sequence[Array]) -> bool:
-    return all(part.ndim and part.shape[1:] == parts[0].shape[1:] for part in parts)
 
 
 def _limit(

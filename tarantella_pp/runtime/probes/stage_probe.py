@@ -142,9 +142,12 @@ class StageProbe:
         return ProbeTrace(self._module, specs, training, rows)
 
     def _batched(self, rows: int, inputs: Sequence[tf.Tensor]) -> list[bool]:
-        """For each input whether it has rows of samples."""
+        """For each input whether it may have a row, or several, for each sample."""
         pairs = zip(inputs, self._axes, strict=True)
-        return [axis is not None and _has_rows(x, rows) for x, axis in pairs]
+        return [
+            axis is not None and len(x.shape) > 0 and x.shape[0] > 0 and x.shape[0] % rows == 0
+            for x, axis in pairs
+        ]
 
     def _enough(
         self, rows: int, inputs: Sequence[tf.Tensor], following: Iterable[Sequence[tf.Tensor]] = ()
@@ -198,11 +201,6 @@ def _gradients_add_up(trace: ProbeTrace, samples: Samples, factors: Array, sums:
     """Whether losses, some sums and the others means, have such gradients, too."""
     found = trace.compare(samples, factors, sums)
     return not (found.mixes or found.strange)
-
-
-def _has_rows(tensor: Any, rows: int) -> bool:
-    """Whether a tensor may have a row, or several, for each sample."""
-    return len(tensor.shape) > 0 and tensor.shape[0] > 0 and tensor.shape[0] % rows == 0
 
 
 def _larger(tensor: tf.Tensor) -> tf.Tensor:

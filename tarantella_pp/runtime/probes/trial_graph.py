@@ -55,7 +55,10 @@ class TrialGraph(SubgraphExtractor):
             if self.dtype(variable.dtype) != variable.dtype or id(variable.handle) in handles
         ]
         variables = {id(variable.handle): variable for variable in (*copied, *other)}
-        copies = {key: self._copy(variable) for key, variable in variables.items()}
+        copies = {}
+        for key, variable in variables.items():
+            with tf.device(variable.device):
+                copies[key] = tf.Variable(self.taken(variable.read_value()), trainable=False)
         self.written = [copies[id(variable.handle)] for variable in copied]
         self._captures = {
             name: copies[id(value)].handle if id(value) in copies else self.taken(value)
@@ -71,10 +74,6 @@ class TrialGraph(SubgraphExtractor):
         """A tensor as it is given to this graph."""
         wanted = self.dtype(tensor.dtype)
         return tensor if tensor.dtype == wanted else tf.cast(tensor, wanted)
-
-    def _copy(self, variable: tf.Variable) -> tf.Variable:
-        with tf.device(variable.device):
-            return tf.Variable(self.taken(variable.read_value()), trainable=False)
 
     def _rewrite(self) -> None:
         library = self._definition.library.function

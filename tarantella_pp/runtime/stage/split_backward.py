@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -179,22 +180,13 @@ def _bytes_of(tensors: Sequence[tf.Tensor]) -> int | None:
     """Bytes of tensors, each memory once; `None` if lists of tensors are among them."""
     if any(tensor.dtype == tf.variant for tensor in tensors):
         return None
-    memory = {_storage(tensor).ref(): tensor for tensor in tensors}
-    return sum(
-        int(tensor.dtype.size) * int(tf.TensorShape(_one_row(tensor.shape)).num_elements())
-        for tensor in memory.values()
-    )
-
-
-def _storage(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor whose memory a tensor shares."""
-    while tensor.op.type in _VIEWS:
-        tensor = tensor.op.inputs[0]
-    return tensor
-
-
-def _one_row(shape: tf.TensorShape) -> list[int]:
-    return [1 if size is None else size for size in shape.as_list()]
+    memory: dict[Any, int] = {}  # bytes by the tensor that has them
+    for tensor in tensors:
+        shape = [size or 1 for size in tensor.shape.as_list()]
+        while tensor.op.type in _VIEWS:
+            tensor = tensor.op.inputs[0]
+        memory[tensor.ref()] = int(tensor.dtype.size) * math.prod(shape)
+    return sum(memory.values())
 
 
 _names = itertools.count()

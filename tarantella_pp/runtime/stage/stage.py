@@ -56,7 +56,11 @@ class TrainingPasses:
         # A size that differs becomes unknown, and stays so: at most one more trace for each.
         pairs = list(zip(self.specs, inputs, strict=True))
         if not all(spec.is_compatible_with(tensor) for spec, tensor in pairs):
-            specs = [tf.TensorSpec(_common(s.shape, t.shape), t.dtype) for s, t in pairs]
+            specs = []
+            for spec, tensor in pairs:
+                sizes = enumerate(zip(spec.shape.as_list(), tensor.shape.as_list(), strict=True))
+                shape = [a if a == b and place else None for place, (a, b) in sizes]
+                specs.append(tf.TensorSpec(shape, tensor.dtype))
             self.general, self.specs = self._make(specs), specs
         return self.general
 
@@ -69,12 +73,6 @@ class TrainingPasses:
                 index = self._module.boundary.index
                 logger.info("stage %d runs on a gradient tape: %s", index, error)
         return TapeBackward(self._module)
-
-
-def _common(first: tf.TensorShape, second: tf.TensorShape) -> list[int | None]:
-    """The shape that fits both, and any number of rows."""
-    sizes = zip(first.as_list(), second.as_list(), strict=True)
-    return [a if a == b and place else None for place, (a, b) in enumerate(sizes)]
 
 
 class TapeBackward:

@@ -96,7 +96,10 @@ def stage_boundaries(
     for tensor, stages in zip(graph.tensors, readers(graph, assignment), strict=True):
         for stage in stages if tensor.producer is None else ():
             data[stage].append(BoundaryTensor(tensor.id))
-    edges = [_edge(graph, pair, tensors) for pair, tensors in sorted(crossing.items())]
+    edges = [
+        StageEdge(*pair, tuple(tensors), tuple(t for t in tensors if _flows(graph, t)))
+        for pair, tensors in sorted(crossing.items())
+    ]
     results = tuple(dict.fromkeys(p for t in graph.outputs for p in _with_mask(graph, t)))
     axes = {i: tensor.sample_axis for i, tensor in enumerate(graph.tensors)}
     boundaries = []
@@ -125,11 +128,6 @@ def _with_mask(graph: LayerGraph, tensor: int) -> tuple[BoundaryTensor, ...]:
     if graph.tensors[tensor].mask_shape is None:
         return (BoundaryTensor(tensor),)
     return BoundaryTensor(tensor), BoundaryTensor(tensor, mask=True)
-
-
-def _edge(graph: LayerGraph, pair: tuple[int, int], tensors: list[BoundaryTensor]) -> StageEdge:
-    gradients = tuple(tensor for tensor in tensors if _flows(graph, tensor))
-    return StageEdge(pair[0], pair[1], tuple(tensors), gradients)
 
 
 def _flows(graph: LayerGraph, tensor: BoundaryTensor) -> bool:

@@ -267,7 +267,9 @@ def _unbuild(optimizer: Any, kept: set[int]) -> None:
     kept = kept | {id(v) for part in parts for v in (part._iterations, part._learning_rate)}
     for part in parts:
         for name, value in list(vars(part).items()):
-            if name not in _BOOKS and _holds_others(value, kept):
+            held = value if isinstance(value, (list, tuple)) else [value]
+            others = (isinstance(v, keras.Variable) and id(v) not in kept for v in held)
+            if name not in _BOOKS and any(others):
                 delattr(part, name)
         for variable in list(part._variables):
             if id(variable) not in kept:
@@ -277,20 +279,11 @@ def _unbuild(optimizer: Any, kept: set[int]) -> None:
         part.built = False
     for part in parts:
         if isinstance(part, keras.optimizers.MultiOptimizer):
-            part._inner_optimizers = _named_parts(part)
-
-
-def _named_parts(optimizer: Any) -> list[Any]:
-    """The optimizers that a `MultiOptimizer` knows before it is built, in its order."""
-    named = optimizer._optimizer_map
-    values = list(named.values()) if hasattr(named, "values") else []
-    found = [*values, getattr(named, "default_optimizer", None)]
-    return [part for part in dict.fromkeys(found) if part is not None]
-
-
-def _holds_others(value: Any, kept: set[int]) -> bool:
-    held = value if isinstance(value, (list, tuple)) else [value]
-    return any(isinstance(v, keras.Variable) and id(v) not in kept for v in held)
+            # Those that it knows before it is built, in its order.
+            named = part._optimizer_map
+            values = list(named.values()) if hasattr(named, "values") else []
+            inner = dict.fromkeys([*values, getattr(named, "default_optimizer", None)])
+            part._inner_optimizers = [each for each in inner if each is not None]
 
 
 def _build(optimizer: Any, weights: Sequence[Any], values: Mapping[Key, Any], built: bool) -> None:

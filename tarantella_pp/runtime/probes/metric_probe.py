@@ -57,7 +57,10 @@ def why_not_by_parts(
         if isinstance(probe, str):
             return probe
         zeros = tf.nest.map_structure(_with_zeros, (y, weight))
-        masked = [_masked(result, rng) for result in results]
+        masked = [  # by other masks
+            tf.constant(rng.uniform(size=result.shape) < 0.5) if result.dtype.is_bool else result
+            for result in results
+        ]
         # What looks at the share of zeros, or of masked values, shows itself the second time.
         for tried in (examples, (zeros[0], masked, zeros[1])):
             found = probe.compare(Samples(_ROWS, dense_tensors(tried)))
@@ -115,13 +118,6 @@ def _made_up(spec: tf.TensorSpec, y: Any, rng: np.random.Generator) -> tf.Tensor
     ]
     highest = 1.0 if spec.dtype.is_floating else 2.0
     return tf.cast(rng.uniform(0.0, highest, [_ROWS, *shape[1:]]), spec.dtype)
-
-
-def _masked(result: tf.Tensor, rng: np.random.Generator) -> tf.Tensor:
-    """Another mask in the place of a mask."""
-    if result.dtype != tf.bool:
-        return result
-    return tf.constant(rng.uniform(size=result.shape) < 0.5)
 
 
 def _with_zeros(tensor: Any) -> Any:

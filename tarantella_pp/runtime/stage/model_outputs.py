@@ -67,11 +67,6 @@ def _activation(extracted: ExtractedModel, call: Call, tensor: int) -> Activatio
     return kinds[0]
 
 
-def as_logits(value: tf.Tensor, tensor: int, activations: Mapping[int, Activation]) -> tf.Tensor:
-    """What is handed on of a tensor of the model's graph."""
-    return logits_of(value) if tensor in activations else value
-
-
 def as_made(value: tf.Tensor, tensor: int, activations: Mapping[int, Activation]) -> tf.Tensor:
     """The tensor of the model's graph, from the value that was handed on."""
     return activations[tensor](value) if tensor in activations else value

@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.functional import get_mask, operation_fn, set_mask
-from tarantella_pp.internals.training import added_losses
+from tarantella_pp.internals.training import added_losses, logits_of
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.stage.forward_state import BatchStatistics
-from tarantella_pp.runtime.stage.model_outputs import as_logits, as_made
+from tarantella_pp.runtime.stage.model_outputs import as_made
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageBoundary
 
 # Values and indices of a sparse gradient.
@@ -239,7 +239,8 @@ class StageLayer(keras.layers.Layer):
         self, tensor: BoundaryTensor, tensors: Mapping[int, Any], masks: Mapping[int, Any]
     ) -> Any:
         if not tensor.mask:
-            return as_logits(tensors[tensor.tensor], tensor.tensor, self.boundary.activations)
+            value = tensors[tensor.tensor]
+            return logits_of(value) if tensor.tensor in self.boundary.activations else value
         mask = masks.get(tensor.tensor)
         if mask is None:
             raise UnsupportedModelError(

@@ -80,12 +80,6 @@ class SizedCall:
         """The first result."""
         return self.outputs[0]
 
-    def inner(self, operation: Any, given: SizedTensor, made: SizedTensor) -> SizedCall:
-        """Returns the call of a layer inside this one."""
-        shapes = tuple(tuple(variable.shape) for variable in operation.trainable_variables)
-        kind = class_of_keras(operation)
-        return SizedCall(operation, kind, {"inputs": given}, (given,), (made,), shapes)
-
 
 def sized_call(
     operation: Any,
@@ -210,7 +204,9 @@ def function_flops(call: SizedCall) -> float:
 
 
 def _guess(call: SizedCall) -> float:
-    matrices = sum(math.prod(shape) for shape in call.weights if len(shape) > 1)
+    """Guesses that matrices are multiplied at each position, as recurrent layers do."""
+    weights = getattr(call.operation, "weights", ())
+    matrices = sum(math.prod(weight.shape) for weight in weights if len(weight.shape) > 1)
     positions = max((math.prod(t.shape[:-1]) for t in (*call.inputs, *call.outputs)), default=1)
     return float(2 * matrices * positions + sum(t.size for t in call.outputs))
 
@@ -313,29 +309,6 @@ def _dot_attention(call: SizedCall) -> float:
     return 2 * scores * (query.shape[-1] + value.shape[-1]) + 5 * scores
 
 
-def _recurrent(gates: int, extra: int) -> Rule:
-    def rule(call: SizedCall) -> float:
-        layer, (steps, *_, features) = call.operation, call.inputs[0].shape
-        multiply = 2 * gates * layer.units * (features + layer.units)
-        return float(steps * (multiply + (gates * 5 + extra) * layer.units))
-
-    return rule
-
-
-def _bidirectional(call: SizedCall) -> float:
-    return sum(
-        forward_flops(call.inner(layer, call.inputs[0], call.output))[0]
-        for layer in (call.operation.forward_layer, call.operation.backward_layer)
-    )
-
-
-def _time_distributed(call: SizedCall) -> float:
-    given, made = call.inputs[0], call.output
-    step_in = SizedTensor(given.id, given.shape[1:], given.itemsize, given.has_gradient)
-    step_out = SizedTensor(made.id, made.shape[1:], made.itemsize, made.has_gradient)
-    return given.shape[0] * forward_flops(call.inner(call.operation.layer, step_in, step_out))[0]
-
-
 _POOLINGS = [f"{kind}Pooling{n}D" for kind in ("Max", "Average") for n in (1, 2, 3)]
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(KERNELS, _kernels),
@@ -347,10 +320,5 @@ _RULES: dict[str, Rule] = {
     "UpSampling2D": lambda c: 0 if c.operation.interpolation == "nearest" else 8 * c.output.size,
     **dict.fromkeys(ATTENTIONS, _attention),
     **dict.fromkeys(("Attention", "AdditiveAttention"), _dot_attention),
-    "LSTM": _recurrent(4, 5),
-    "GRU": _recurrent(3, 5),
-    "SimpleRNN": _recurrent(1, 1),
-    "Bidirectional": _bidirectional,
-    "TimeDistributed": _time_distributed,
     "Activation": lambda call: _activation(call.operation, call.output.size),
 }

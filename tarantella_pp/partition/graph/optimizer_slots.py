@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Sequence
@@ -46,18 +47,14 @@ def optimizer_name(optimizer: Any) -> str:
 
 
 def _optimizer(optimizer: Any) -> Any:
-    try:
-        with outside_stateless_scopes():
-            built = keras.optimizers.get(optimizer)
-    except (ValueError, TypeError) as error:
-        raise ConfigurationError(
-            f"Expected a Keras optimizer, its name or None. Received: optimizer={optimizer!r}"
-        ) from error
-    if not isinstance(built, keras.optimizers.Optimizer):
-        raise ConfigurationError(
-            f"Expected a Keras optimizer, its name or None. Received: optimizer={optimizer!r}"
-        )
-    return built
+    built = None
+    with outside_stateless_scopes(), contextlib.suppress(ValueError, TypeError):
+        built = keras.optimizers.get(optimizer)
+    if isinstance(built, keras.optimizers.Optimizer):
+        return built
+    raise ConfigurationError(
+        f"Expected a Keras optimizer, its name or None. Received: optimizer={optimizer!r}"
+    )
 
 
 def _slots(config: dict[str, Any], weight: Weight) -> list[tuple[tuple[int, ...], int]]:

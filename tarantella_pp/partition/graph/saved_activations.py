@@ -176,22 +176,14 @@ def _dot_attention(call: SizedCall) -> SavedActivations:
     return SavedActivations(_ids(call.inputs), float(scores * call.output.itemsize))
 
 
-def _recurrent(per_unit: int) -> Rule:
-    """Each step keeps its input and some vectors of the state's size."""
-
-    def rule(call: SizedCall) -> SavedActivations:
-        given = call.inputs[0]
-        states = given.itemsize * given.shape[0] * call.operation.units * per_unit
-        return SavedActivations((), float(given.bytes + states), "estimated")
-
-    return rule
-
-
-def _bidirectional(call: SizedCall) -> SavedActivations:
-    layers = (call.operation.forward_layer, call.operation.backward_layer)
-    parts = [saved_activations(call.inner(layer, call.inputs[0], call.output)) for layer in layers]
-    tensors = tuple(dict.fromkeys(t for part in parts for t in part.tensors))
-    return SavedActivations(tensors, sum(part.bytes for part in parts), "estimated")
+def _recurrent(call: SizedCall) -> SavedActivations:
+    """Each step keeps its input and some vectors of the state's size, in each direction."""
+    given, layer = call.inputs[0], call.operation
+    twice = call.kind == "Bidirectional"
+    layers = [layer.forward_layer, layer.backward_layer] if twice else [layer]
+    vectors = [(2 if type(one).__name__ == "SimpleRNN" else 8) * one.units for one in layers]
+    states = given.itemsize * given.shape[0] * sum(vectors)
+    return SavedActivations((), float(len(layers) * given.bytes + states), "estimated")
 
 
 _OF_INPUT = ("Max", "Min", "Var", "Std", "Logsumexp", "Embedding")
@@ -233,8 +225,5 @@ _RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(ATTENTIONS, _attention),
     "Attention": _dot_attention,
-    "LSTM": _recurrent(8),
-    "GRU": _recurrent(8),
-    "SimpleRNN": _recurrent(2),
-    "Bidirectional": _bidirectional,
+    **dict.fromkeys(("LSTM", "GRU", "SimpleRNN", "Bidirectional"), _recurrent),
 }

@@ -136,26 +136,20 @@ _LAUNCH = 3e-4
 """Seconds that TensorFlow takes to start a stage's computation on a GPU, too."""
 
 
-class Machines(dict[str, HardwareSpec]):
-    """Machines by name, from the data sheets of GPUs, and a core of a CPU as it was measured.
+machines = {
+    "core": CORE,
+    "p40": HardwareSpec(11.76e12, 12e9, 1e-5, _LAUNCH, 346e9),
+    "v100": HardwareSpec(15.7e12, 150e9, 5e-6, _LAUNCH, 900e9),
+    "a100": HardwareSpec(156e12, 300e9, 5e-6, _LAUNCH, 2.039e12),
+    "h100": HardwareSpec(495e12, 450e9, 5e-6, _LAUNCH, 3.35e12),
+    "h200": HardwareSpec(495e12, 450e9, 5e-6, _LAUNCH, 4.8e12),
+}
+"""The machines that options name: a core of a CPU as measured, and GPUs by their data sheets.
 
-    Arithmetic counts products of float32 matrices as TensorFlow makes them, in TF32 from the
-    A100 on; links are PCIe 3 for a P40, else NVLink in one direction. No program reaches all of
-    that: `benchmarks/planning/machine.py` measures what one does.
-    """
-
-
-machines = Machines(
-    {
-        "core": CORE,
-        "p40": HardwareSpec(11.76e12, 12e9, 1e-5, _LAUNCH, 346e9),
-        "v100": HardwareSpec(15.7e12, 150e9, 5e-6, _LAUNCH, 900e9),
-        "a100": HardwareSpec(156e12, 300e9, 5e-6, _LAUNCH, 2.039e12),
-        "h100": HardwareSpec(495e12, 450e9, 5e-6, _LAUNCH, 3.35e12),
-        "h200": HardwareSpec(495e12, 450e9, 5e-6, _LAUNCH, 4.8e12),
-    }
-)
-"""The machines that options name."""
+Arithmetic counts products of float32 matrices as TensorFlow makes them, in TF32 from the A100 on;
+links are PCIe 3 for a P40, else NVLink in one direction. No program reaches all of that:
+`benchmarks/planning/machine.py` measures what one does.
+"""
 
 
 def machine_of(given: HardwareSpec | str | os.PathLike[str]) -> HardwareSpec:

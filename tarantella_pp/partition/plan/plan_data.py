@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -115,9 +114,12 @@ class PlanData(
         return {stage: counts[stage] for stage in self.recompute}
 
     def check(self, graph: LayerGraph) -> None:
-        """Raises a `PlanError` that names what differs, if this is a plan of another model."""
+        """Raises a `PlanError` if this is a plan of another model."""
         if self.fingerprint != graph.fingerprint():
-            raise PlanError(f"This is a plan of another model: {_difference(self, graph)}")
+            raise PlanError(
+                f"This is a plan of another model, '{self.model}' with {len(self.node_names)} "
+                f"operations; this one has {len(graph.nodes)}, or other shapes, dtypes or edges."
+            )
         if wrong := graph.misplaced(self.assignment):
             raise PlanError(f"This plan cannot run: {wrong}.")
 
@@ -171,20 +173,3 @@ def _problems(plan: PlanData) -> Iterator[str]:
 def _ascends(stages: Sequence[int], num_stages: int) -> bool:
     """Whether these are stages, each once, in their order."""
     return all(a < b for a, b in itertools.pairwise([-1, *stages, num_stages]))
-
-
-def _difference(plan: PlanData, graph: LayerGraph) -> str:
-    """Says how a model differs from the one that a plan was made for.
-
-    Names are compared without the numbers that Keras appends to them.
-    """
-
-    def stem(name: str) -> str:
-        return re.sub(r"_\d+(?=[/:]|$)", "", name)
-
-    if len(plan.node_names) != len(graph.nodes):
-        return f"it has {len(plan.node_names)} nodes, and this model {len(graph.nodes)}."
-    for i, (name, node) in enumerate(zip(plan.node_names, graph.nodes, strict=True)):
-        if stem(name) != stem(node.name):
-            return f"its node {i} is '{name}', and this model's is '{node.name}'."
-    return "the nodes have the same names, but shapes, dtypes or connections differ."

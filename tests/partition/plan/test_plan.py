@@ -54,16 +54,11 @@ def test_check_takes_the_plan_of_this_model_whatever_its_names():
         PLAN.check(graph)
 
 
-def test_check_names_what_differs_in_another_model():
-    with pytest.raises(PlanError, match="another model: it has 4 nodes, and this model 5"):
+def test_check_refuses_another_model():
+    with pytest.raises(PlanError, match="another model, 'chain' with 4 operations; this one has 5"):
         PLAN.check(chain_graph(5))
-    with pytest.raises(PlanError, match="same names, but shapes, dtypes or connections differ"):
+    with pytest.raises(PlanError, match="this one has 4, or other shapes"):
         PLAN.check(chain_graph(width=9))
-    nodes = list(chain_graph(width=9).nodes)
-    nodes[2] = msgspec.structs.replace(nodes[2], name="conv2d_7")
-    other = msgspec.structs.replace(chain_graph(width=9), nodes=tuple(nodes))
-    with pytest.raises(PlanError, match="its node 2 is 'dense_2', and this model's is 'conv2d_7'"):
-        PLAN.check(other)
 
 
 def test_check_refuses_an_edge_that_runs_backwards():

@@ -1,4 +1,4 @@
-"""Plans of one shape, schedule and balance: micro-batches and recomputation, with their seconds."""
+"""The plan with the fastest step that fits, or what would fit where none does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.options import GIVEN, PlanOptions, Settings
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_parts import Alternative, PlanConfig, common_limit
+from tarantella_pp.partition.plan.plan_parts import common_limit
 from tarantella_pp.partition.plan.plan_simulation import MOST_PLAYED, PlanSimulation, with_step
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.partition.stage_costs import StageCostModel
@@ -37,6 +37,8 @@ PATIENCE = 60.0
 QUICK = 11_000
 # Effort of one solution beyond which no more is tried once something is found.
 SLOW = 4_000
+# Share of a step that a further plan has to save.
+WORTHWHILE = 0.05
 
 # Simulated seconds of a step, and the plan.
 Timed = tuple[float, Plan]
@@ -63,11 +65,6 @@ class Candidate:
     def timed(self) -> Timed:
         """Simulated seconds of a step, or a guess, and the plan that was simulated."""
         return self.search.timed(self.search.written(self.solution, self.options))
-
-    @property
-    def order(self) -> tuple[float, int]:
-        """What candidates are tried by."""
-        return in_order(self.timed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,31 +235,19 @@ def least_step_seconds(
     return float(costs.config.num_micro_batches * summed(ranks, work).max())
 
 
-# Share of a step that a further plan has to save.
-WORTHWHILE = 0.05
-
-
 def choose_plan(searches: Sequence[PlanSearch], further: Sequence[PlanSearch] = ()) -> Plan | None:
     """Makes the plan whose step is the shortest, within the memory limit.
 
     Those of `further` searches are taken where they are worth it.
     """
     deadline = time.thread_time() + PATIENCE
-    candidates = _candidates(searches, deadline)
-    best = _fastest(candidates, deadline)
+    best = _fastest(_candidates(searches, deadline), deadline)
     if best is None:
         return None
     cut = _fastest(_candidates(further, deadline), deadline)
     if cut is not None and cut[0] < (1 - WORTHWHILE) * best[0]:
         best = cut
-    chosen = best[1]
-    rest = [c for c in candidates if _kind_of(c) != _kind(chosen, chosen.assignment)]
-    rest = rest or [
-        c for c in candidates if c.options.num_micro_batches != chosen.num_micro_batches
-    ]
-    second = _fastest(rest, deadline, chosen)
-    next_best = None if second is None or second[0] == math.inf else _alternative(second)
-    return with_step(msgspec.structs.replace(chosen, next_best=next_best))
+    return with_step(best[1])
 
 
 def _candidates(searches: Sequence[PlanSearch], deadline: float) -> list[Candidate]:
@@ -283,50 +268,19 @@ def _played(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
         if size >= 0:
             yield candidate
         else:
-            heapq.heappush(waiting, (candidate.order, place, candidate))
+            heapq.heappush(waiting, (in_order(candidate.timed), place, candidate))
 
 
-def _fastest(
-    candidates: Iterable[Candidate], deadline: float, but: Plan | None = None
-) -> Timed | None:
-    """Returns the best of some candidates but one; a memory limit makes none of them faster."""
+def _fastest(candidates: Iterable[Candidate], deadline: float) -> Timed | None:
+    """Returns the best of some candidates; a memory limit makes none of them faster."""
     found: list[Timed] = []
     for candidate in _played(candidates):
         if found and candidate.timed[0] >= min(found, key=in_order)[0]:
             break
-        made = candidate.search.within_limit(candidate, deadline)
-        found += [timed for timed in made if but is None or _differs(timed[1], but)]
+        found += candidate.search.within_limit(candidate, deadline)
         if found and not candidate.search.limited:
             break
     return min(found, key=in_order, default=None)
-
-
-def _alternative(timed: Timed) -> Alternative:
-    seconds, plan = timed
-    return Alternative(
-        num_stages=plan.num_stages,
-        num_replicas=plan.num_replicas,
-        num_micro_batches=plan.num_micro_batches,
-        schedule=plan.schedule,
-        balance=plan.balance,
-        step_seconds=seconds,
-        memory_bytes=largest_stage(plan),
-    )
-
-
-def _kind(plan: PlanConfig, assignment: Sequence[int]) -> tuple[object, ...]:
-    """What plans of one kind have in common: stages that differ make another one."""
-    return (plan.num_replicas, plan.schedule, tuple(assignment))
-
-
-def _kind_of(candidate: Candidate) -> tuple[object, ...]:
-    return _kind(candidate.options, candidate.solution.assignment)
-
-
-def _differs(one: Plan, other: Plan) -> bool:
-    """Whether plans run something else: stages that were simulated may become the same ones."""
-    run = [(_kind(plan, plan.assignment), plan.num_micro_batches) for plan in (one, other)]
-    return run[0] != run[1]
 
 
 def infeasible(plan_search: PlanSearch) -> str:

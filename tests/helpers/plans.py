@@ -18,39 +18,23 @@ from tarantella_pp.partition.stage_costs import StageCostModel
 def chain_graph(length=4, width=8):
     """A chain of dense layers with names as Keras makes them."""
     names = ["dense" if i == 0 else f"dense_{i}" for i in range(length)]
-    size = width * 4
+    row, shape = width * 4, (None, width)
     weights = [
-        Weight(i, f"{n}/kernel", (width, width), "float32", True, width * size)
-        for i, n in enumerate(names)
+        Weight(i, f"{name}/kernel", (width, width), "float32", True, width * row)
+        for i, name in enumerate(names)
     ]
     nodes = [
         Node(
-            id=i,
-            name=name,
-            kind="Dense",
-            inputs=(i,),
-            outputs=(i + 1,),
-            weights=(i,),
-            parameters=width * size,
-            flops=2.0 * width * width,
-            flops_source="analytic",
-            keeps=(i,),
-            residual_source="analytic",
+            i, name, "Dense", (i,), (i + 1,), (i,), parameters=width * row, keeps=(i,),
+            flops=2.0 * width * width, flops_source="analytic", residual_source="analytic",
         )
         for i, name in enumerate(names)
-    ]
-    tensors = [Tensor(0, "x", (None, width), "float32", None, (0,), size)]
+    ]  # fmt: skip
+    readers = [*((i,) for i in range(length)), ()]
+    tensors = [Tensor(0, "x", shape, "float32", None, readers[0], row)]
     for i, name in enumerate(names):
-        readers = (i + 1,) if i + 1 < length else ()
-        shape = (None, width)
-        tensors.append(Tensor(i + 1, name, shape, "float32", i, readers, size, True))
-    return LayerGraph(
-        nodes=tuple(nodes),
-        tensors=tuple(tensors),
-        inputs=(0,),
-        outputs=(length,),
-        weights=tuple(weights),
-    )
+        tensors.append(Tensor(i + 1, name, shape, "float32", i, readers[i + 1], row, True))
+    return LayerGraph(tuple(nodes), tuple(tensors), (0,), (length,), tuple(weights))
 
 
 def costs_of(graph, rows, *, micro_batches=1, replicas=1, slots=None, seconds=None, **changes):

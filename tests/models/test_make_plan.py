@@ -15,7 +15,6 @@ from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models.make_plan import ACCELERATOR, CORE, default_machine, make_plan
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.profile import NodeProfile, Profile
-from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machines
 from tarantella_pp.partition.plan.page import render_html
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, planned_step
@@ -229,25 +228,8 @@ def test_the_default_is_the_fastest_plan(resnet, options):
     ]
     fastest = min(others, key=lambda other: other.step_seconds)
     assert plan.step_seconds == fastest.step_seconds == pytest.approx(seconds(plan, CORE))
-    kinds = [o for o in others if (o.schedule, o.assignment) != (plan.schedule, plan.assignment)]
-    assert plan.next_best.step_seconds == min(other.step_seconds for other in kinds)
-
-
-def test_plans_say_what_came_next(resnet):
-    plan = make_plan(resnet, 4, schedule="1f1b", num_micro_batches=8)
-    assert plan.balance == "flops"
-    assert (plan.next_best.balance, plan.next_best.num_micro_batches) == ("memory", 8)
-    text = " ".join(str(plan).split())
-    longer = plan.next_best.step_seconds / plan.step_seconds - 1
-    less = largest(plan) - plan.next_best.memory_bytes
-    trade = f"balance='memory', {100 * longer:.2g} % longer step, -{format_bytes(less)}."
-    told = f"A step takes {plan.step_seconds:.3g} s, simulated. Next best: {trade}"
-    assert told in text
-    assert told in " ".join(render_html(plan).replace("&#39;", "'").split())
-    small = make_plan(resnet, 4, schedule="1f1b", num_micro_batches=8, balance="memory")
-    # Where it is not asked for, memory is balanced without what there is for a moment.
-    assert largest(small) <= plan.next_best.memory_bytes
-    assert small.step_seconds == pytest.approx(plan.next_best.step_seconds, rel=0.05)
+    assert f"A step takes {plan.step_seconds:.3g} s, simulated." in str(plan)
+    assert f"A step takes {plan.step_seconds:.3g} s, simulated." in render_html(plan)
 
 
 def test_a_measured_profile_is_chosen_by(resnet):

@@ -27,7 +27,7 @@ from tarantella_pp.partition.plan.page_graph import graph_drawing
 from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import StagePlan
 from tarantella_pp.partition.plan.plan_simulation import planned_step
-from tarantella_pp.partition.plan.report import choice_lines
+from tarantella_pp.partition.plan.report import step_lines
 from tarantella_pp.schedule import Compute
 from tarantella_pp.simulation.simulator import StepTimeline, idle_fraction
 
@@ -60,7 +60,7 @@ def render_html(plan: PlanData, graph: LayerGraph | None = None) -> str:
         plan=plan,
         graph=graph,
         step=step,
-        choice=" ".join(choice_lines(plan)),
+        seconds=" ".join(step_lines(plan)),
         memory=_memory(plan),
         timeline=step and _timeline(plan, step),
         kinds=KINDS,

@@ -59,8 +59,7 @@ class Plan(PlanData, frozen=True):
             plans had it, whose bubble is one of messages that take no time.
         step_seconds: Simulated seconds of a step, sums over replicas included; `None` where that
             was not simulated.
-        next_best: What would have been chosen without this plan's shape, schedule and balance.
-        advice, measured, except_last: In files of before; nothing is made of them.
+        next_best, advice, measured, except_last: In files of before; nothing is made of them.
         work: Arithmetic and memory traffic of each node, from which its seconds on any machine
             follow; empty in files from before plans had it.
     """

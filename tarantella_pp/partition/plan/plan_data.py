@@ -14,7 +14,6 @@ from tarantella_pp.partition.graph.json_record import JsonRecord
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork
 from tarantella_pp.partition.plan.plan_parts import (
-    Alternative,
     Amount,
     Certificate,
     CutEdge,
@@ -56,7 +55,7 @@ class PlanData(
     outputs: OutputUse | None = None
     machine: HardwareSpec | None = None
     step_seconds: Amount | None = None
-    next_best: Alternative | None = None
+    next_best: Any = None
     advice: Any = None
     measured: tuple[Any, ...] = ()
     except_last: tuple[Any, ...] = ()

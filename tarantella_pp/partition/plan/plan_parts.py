@@ -160,18 +160,6 @@ class OutputUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.loss_at_once or self.metrics_at_once
 
 
-class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Another plan of the same model, for comparison."""
-
-    num_stages: Size  # number of pipeline stages
-    num_replicas: Size  # number of pipelines side by side
-    num_micro_batches: Size  # number of micro-batches of a step
-    schedule: str  # name of its schedule
-    balance: str  # what its stages are balanced by
-    step_seconds: Amount  # simulated seconds of a step
-    memory_bytes: Size  # memory of its largest stage
-
-
 # Bytes that each stage may have, or one number for each.
 MemoryLimit = Number | tuple[Number, ...]
 

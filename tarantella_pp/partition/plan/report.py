@@ -13,11 +13,9 @@ from rich.text import Text
 from tarantella_pp.partition.graph.units import count, format_bytes, format_seconds
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan_data import PlanData
-from tarantella_pp.partition.plan.plan_parts import Alternative, StagePlan, common_limit
+from tarantella_pp.partition.plan.plan_parts import StagePlan, common_limit
 from tarantella_pp.partition.plan.plan_simulation import stage_seconds
 
-# Share of a step that nobody minds.
-EQUAL = 5e-4
 _WORK = "Work = time by arithmetic or by memory traffic, whichever takes longer."
 
 
@@ -105,7 +103,7 @@ def _footer(plan: PlanData) -> list[str]:
             f"{count(plan.micro_batch_size, 'sample')}, "
             f"batch of {plan.batch_size}{replicas}{bubble}."
         ),
-        *choice_lines(plan),
+        *step_lines(plan),
         _quality(plan),
         *([_WORK] if _counts_traffic(plan) else []),
         f"State = weights + gradients + optimizer state of {plan.optimizer}.",
@@ -185,24 +183,8 @@ def _quality(plan: PlanData) -> str:
     )
 
 
-def choice_lines(plan: PlanData) -> list[str]:
-    """Returns lines that say how long a step takes, and what came next."""
+def step_lines(plan: PlanData) -> list[str]:
+    """Returns the line that says how long a step takes, where that was simulated."""
     if plan.step_seconds is None:
         return []
-    step, other = f"A step takes {format_seconds(plan.step_seconds)}, simulated.", plan.next_best
-    if other is None:
-        return [step]
-    names = ("num_stages", "num_replicas", "num_micro_batches", "schedule", "balance")
-    pairs = [(name, getattr(other, name)) for name in names]
-    differ = [f"{name}={value!r}" for name, value in pairs if value != getattr(plan, name)]
-    return [f"{step} Next best: {', '.join(differ)}, {_trade(plan, other)}."]
-
-
-def _trade(plan: PlanData, other: Alternative) -> str:
-    """How much longer another plan's step is, and what its largest stage needs more."""
-    share = other.step_seconds / (plan.step_seconds or 1.0) - 1
-    more = other.memory_bytes - max(stage.memory_bytes for stage in plan.stages)
-    time = f"{100 * abs(share):.2g} % {'longer' if share > 0 else 'shorter'} step"
-    if abs(share) < EQUAL:  # less than simulations are off
-        time = "as long a step"
-    return f"{time}, {'-' if more < 0 else '+'}{format_bytes(abs(more))}" if more else time
+    return [f"A step takes {format_seconds(plan.step_seconds)}, simulated."]

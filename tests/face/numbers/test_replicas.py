@@ -150,7 +150,7 @@ def made_for_two_stages():
 
 def shape_of(model, **options):
     plan = PipelineModel(model, **options).plan
-    return [plan.num_stages, plan.num_replicas, len(str(plan).split("Next best"))]
+    return [plan.num_stages, plan.num_replicas]
 
 
 def differ():
@@ -222,6 +222,6 @@ def test_small_batches_and_what_needs_all_samples(tmp_path):
     assert plan.gradient_dtype == "bfloat16"
     assert "sent as bfloat16" in " ".join(str(plan).split())
     chosen, inside, limited, interleaved = first["shapes"]
-    assert chosen == [1, 2, 2]
-    assert inside[:2] == limited[:2] == [2, 1]
+    assert chosen == [1, 2]
+    assert inside == limited == [2, 1]
     assert interleaved[0] // 2 * interleaved[1] == 2

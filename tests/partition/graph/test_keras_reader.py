@@ -149,15 +149,6 @@ def test_gradients_flow_over_floats_below_trainable_weights_only():
     assert not any(graph.tensors[t].has_gradient for t in graph.inputs)
 
 
-def test_weights_are_counted_by_variable():
-    model = models.batch_norm_cnn()
-    graph = extract(model).graph
-    trainable = sum(w.bytes for w in graph.weights if w.trainable)
-    assert trainable == sum(int(np.prod(v.shape)) * 4 for v in model.trainable_weights)
-    assert sum(node.parameters for node in graph.nodes) == trainable
-    assert all(w.dtype == "float32" for w in graph.weights)
-
-
 def test_shapes_inside_a_nested_model_are_those_of_the_call():
     graph = extract(models.nested_other_shape()).graph
     shapes = {node.kind: graph.tensors[node.outputs[0]].shape for node in graph.nodes}

@@ -93,21 +93,6 @@ def test_stage_table_has_the_figures_of_the_plan_and_their_sums():
     assert total[12] == format_bytes(sum(c.bytes * len(c.targets) for c in plan.cuts))
 
 
-def test_what_is_recomputed_is_counted():
-    graph, plan = small(recompute=(1,))
-    stages = [*plan.stages]
-    stages[1] = msgspec.structs.replace(stages[1], recomputed_bytes=3 * 2**20)
-    plan = msgspec.structs.replace(plan, stages=tuple(stages))
-    text = page(graph, plan)
-    rows = cells(text, "Table of stages", "tbody")
-    assert rows[1][6].endswith(" + 3.00 MiB")
-    assert rows[1][9] == format_bytes(stages[1].memory_bytes)
-    assert "repeat their forward pass: 1;" in text
-    (total,) = cells(text, "Table of stages", "tfoot")
-    assert total[9] == format_bytes(sum(stage.memory_bytes for stage in stages))
-    assert 'class="part-recomputed"' in text
-
-
 def test_cuts_are_listed_and_their_bytes_stand_on_the_edges():
     graph, plan = small()
     text = page(graph, plan)

@@ -34,8 +34,6 @@ CLOSE = 1e-3
 # How often plans around the best are looked for without finding a better one, by sums and by
 # prices, and the orders that are drawn for each time.
 ROUNDS, PRICED_ROUNDS, DRAWS = 12, 1, 3
-# Paths of equal value that are tried where their stages have to be priced.
-TIES = 8
 # Prices a stage between two down-sets, whose operations are bits, again and again; infinite where
 # it cannot be.
 Price = Callable[[int, int, int], float]
@@ -349,35 +347,17 @@ class _Paths:
         cuts = open_bytes(self._ideals, self._prices.wires)
         windows = self._windows(cap)
         self._ahead(windows, cap)
-        banned: set[tuple[int, int, int]] = set()
-        for _ in range(TIES):
-            found = self._least_cut(windows, cuts, cap, banned)
-            if found is None or cuts[found].sum() >= cuts[path].sum() * (1 - TOLERANCE):
-                return path
-            steps = {(a, b, stage) for stage, (a, b) in enumerate(itertools.pairwise(found))}
-            dear = {step for step in steps if self.price(*step) > cap}
-            if not dear:
-                return found
-            banned |= dear
-        return path
-
-    def _least_cut(
-        self, windows: Sequence[Indices], cuts: Array, cap: float, banned: set[tuple[int, int, int]]
-    ) -> list[int] | None:
-        """Finds the path that cuts least whose sums are not above a cap."""
         total, origins = np.zeros(1), []
         for stage, (begins, ends) in enumerate(itertools.pairwise(windows)):
-            sums = self._sums(stage, begins, ends)
-            costs = np.where(sums <= cap, total[:, None], np.inf)
-            for a, b, at in banned:
-                if at == stage:
-                    costs[begins == a, ends == b] = np.inf
+            costs = np.where(self._sums(stage, begins, ends) <= cap, total[:, None], np.inf)
             if not costs.size:
-                return None
+                return path
             origin = costs.argmin(axis=0)
             total = costs[origin, np.arange(len(ends))] + cuts[ends]
             origins.append(origin)
-        return _path(windows, origins) if total[0] < np.inf else None
+        found = _path(windows, origins)
+        fewer = total[0] < np.inf and cuts[found].sum() < cuts[path].sum() * (1 - TOLERANCE)
+        return found if fewer and self.value(found) <= cap else path
 
 
 def _path(windows: Sequence[Indices], origins: Sequence[Indices]) -> list[int]:

@@ -112,8 +112,7 @@ def parse_action(text: str) -> Action:
     if found:
         return Reduce(int(found[1]), int(found[2]))
     raise ScheduleError(
-        "Expected an action: stage, F, B, W or BW, micro-batch (such as 2F0 or 1BW3), or source "
-        "stage, '>', target stage, S or R, F or B, micro-batch (such as 0>1SF3 or 1>0RB3), or "
-        "stage, R, bucket (such as 2R0). "
+        "Expected an action: a computation such as 2F0, 1B3, 1W3 or 1BW3 (stage, kind, "
+        "micro-batch), a message such as 0>1SF3 or 1>0RB3, or a reduction such as 2R0. "
         f"Received: {text!r}"
     )

@@ -12,7 +12,7 @@ from itertools import pairwise
 from tarantella_pp.errors import ScheduleError, checked_count
 from tarantella_pp.schedule.actions import Compute, Kind
 from tarantella_pp.schedule.list_scheduling import Orders, merge
-from tarantella_pp.schedule.schedule import Schedule
+from tarantella_pp.schedule.schedule import Schedule, checked_placement
 
 # The schedules that `make_schedule` makes.
 SCHEDULE_NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-v", "forward")
@@ -244,13 +244,7 @@ def make_placement(
 ) -> tuple[int, ...]:
     """Checks the options that say which rank owns which stages, and fills in the defaults."""
     if placement is not None:
-        used = set(placement)
-        if len(placement) != num_stages or used != set(range(num_ranks or len(used))):
-            raise ScheduleError(
-                f"Expected the rank of each of the {num_stages} stages, with every rank from 0 in "
-                f"use. Received: placement={tuple(placement)}, num_ranks={num_ranks}"
-            )
-        return tuple(placement)
+        return checked_placement(placement, num_stages, num_ranks or len(set(placement)))
     usual = num_stages // 2 if v_shaped else num_stages
     ranks = usual if num_ranks is None else num_ranks
     fits = num_stages == 2 * ranks if v_shaped else num_stages % ranks == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -42,13 +42,7 @@ class Schedule:
                 raise ScheduleError(
                     f"Expected at least 1. Received: {option}={getattr(self, option)}"
                 )
-        used = set(self.placement)
-        if len(self.placement) != self.num_stages or used != set(range(self.num_ranks)):
-            raise ScheduleError(
-                f"Expected the rank of each of the {self.num_stages} stages, with every rank from "
-                f"0 to {self.num_ranks - 1}, and no other, in use. "
-                f"Received: placement={self.placement}"
-            )
+        checked_placement(self.placement, self.num_stages, self.num_ranks)
         if len(self.actions) != self.num_ranks:
             raise ScheduleError(
                 f"Expected one list of actions for each of the {self.num_ranks} ranks. "
@@ -214,6 +208,16 @@ class Schedule:
         return cls(**_fields(lines))
 
 
+def checked_placement(placement: Sequence[int], num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    """Refuses a placement that does not name a rank for each stage, or leaves one out."""
+    if len(placement) != num_stages or set(placement) != set(range(num_ranks)):
+        raise ScheduleError(
+            f"Expected the rank of each of the {num_stages} stages, with every rank from 0 to "
+            f"{num_ranks - 1}, and no other, in use. Received: placement={tuple(placement)}"
+        )
+    return tuple(placement)
+
+
 def _links_to_text(links: Iterable[Link]) -> str:
     """Writes links as `from_text` reads them."""
     return " ".join(f"{source}>{target}" for source, target in links)
@@ -232,14 +236,9 @@ def _value(key: str, text: str) -> Any:
         raise _expected(f"'rank N:' or one of {', '.join(_HEADERS)}", key)
     if key == "schedule":
         return text
-    if not all(word.isdecimal() for word in words):
-        raise _expected("whole numbers", text)
-    numbers = tuple(map(int, words))
-    if key == "placement":
-        return numbers
-    if len(numbers) != 1:
-        raise _expected(f"one number for {key}", text)
-    return numbers[0]
+    if not all(word.isdecimal() for word in words) or (key != "placement" and len(words) != 1):
+        raise _expected("whole numbers, one for stages and micro_batches", text)
+    return tuple(map(int, words)) if key == "placement" else int(words[0])
 
 
 def _fields(lines: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -37,10 +37,8 @@ def search_schedule(
     The heuristic search of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1,
     played with the costs at hand: how many forwards the stages run ahead, whether weight
     gradients fill gaps that are too small for them, and what comes first otherwise, are tried in
-    all combinations; the best of them and the named schedules are simulated. Finally weight
-    gradients are run together with their input gradients on the ranks where that is faster.
-    This takes a fraction of a second for 8 stages and 32 micro-batches, and some seconds for 32
-    and 128.
+    all combinations; the best of them and the named schedules are simulated. This takes a fraction
+    of a second for 8 stages and 32 micro-batches, and some seconds for 32 and 128.
 
     Example:
         Within the memory of twice 1F1B::
@@ -62,12 +60,7 @@ def search_schedule(
     )
     played = min(players, key=ListScheduler.play)
     candidates.append(replace(known[0], actions=played.orders()))
-    judged = [(_seconds(schedule, costs), schedule) for schedule in candidates]
-    best = min(judged, key=lambda one: one[0])
-    # Then a full backward saves nothing, and makes the stage before wait longer.
-    if all(s.seconds("BW") >= s.seconds("B") + s.seconds("W") for s in costs.stages):
-        return best[1]
-    return _fuse(*best, costs)
+    return min(candidates, key=lambda schedule: _seconds(schedule, costs))
 
 
 def _named_schedules(num_micro_batches: int, placement: tuple[int, ...]) -> list[Schedule]:
@@ -111,32 +104,6 @@ def _policies(limits: Sequence[int], num_ranks: int) -> Iterator[_Policy]:
 
 def _seconds(schedule: Schedule, costs: Costs) -> float:
     return simulate(lower(schedule, blocking=False), costs).step_seconds
-
-
-def _fuse(seconds: float, best: Schedule, costs: Costs) -> Schedule:
-    """Runs W together with the B just before it on each rank where the step gets shorter."""
-    # One rank after the other: fusing pays where gaps are filled anyhow, and costs where others
-    # wait for B. All subsets would be too many to simulate.
-    for rank in range(best.num_ranks):
-        actions = list(best.actions)
-        computed = [action for action in actions[rank] if isinstance(action, Compute)]
-        actions[rank] = _fuse_neighbours(computed)
-        fused = replace(best, actions=tuple(actions))
-        if (found := _seconds(fused, costs)) < seconds:
-            seconds, best = found, fused
-    return best
-
-
-def _fuse_neighbours(actions: Iterable[Compute]) -> tuple[Compute, ...]:
-    """Puts each W that stands directly behind its B together with it."""
-    fused: list[Compute] = []
-    for action in actions:
-        stage, kind, i = action
-        if kind == "W" and fused[-1:] == [Compute(stage, "B", i)]:
-            fused[-1] = Compute(stage, "BW", i)
-        else:
-            fused.append(action)
-    return tuple(fused)
 
 
 @dataclass(frozen=True)

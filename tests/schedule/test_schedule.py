@@ -87,7 +87,7 @@ def test_text_of_a_lowered_schedule():
         ("stages: 1\nrank 0: 0F0\nrank 0: 0F0", "Line 3 .* rank 0 is given twice"),
         ("stages: 1\nstages: 2\nrank 0: 0F0", "Line 2 .* stages is given twice"),
         ("stages: one\nrank 0: 0F0", "Line 1 .* whole numbers"),
-        ("stages: 1 2\nrank 0: 0F0", "Line 1 .* one number for stages"),
+        ("stages: 1 2\nrank 0: 0F0", "Line 1 .* one for stages"),
         ("stages: 0\nrank 0: 0F0", "num_stages=0|placement"),
         ("stage: 1\nrank 0: 0F0", "Line 1 .* one of schedule, stages"),
         ("0F0 0F1", "Line 1 .* 'rank N:'"),

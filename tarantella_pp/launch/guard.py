@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,9 +66,7 @@ class Guard:
                 lines = self.hidden.lines if self.hidden is not None else 0
                 self._report(state=state, exit_code=exit_code, hidden_lines=lines, **fields)
 
-    def _on_exception(
-        self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-    ) -> None:
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if self._pid != os.getpid():
             sys.__excepthook__(kind, error, trace)
             return
@@ -95,8 +92,7 @@ def install(rank: int, size: int, abort: Callable[[int], object]) -> None:
     def end_job(**record: Any) -> None:
         if record.get("state") != FAILED:
             return
-        # Where all ranks have failed together, as for an option that none of them takes, the first
-        # one ends the job before the others have their turn.
+        # Where all ranks have failed together, the first ends the job before the others' turn.
         time.sleep(_TURN_SECONDS * min(rank, _MOST_TURNS))
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()

@@ -112,7 +112,9 @@ class JobRun:
             return self._wait(mpi)
         finally:
             self._end(mpi)
-            _tell_hidden(self._records)
+            if hidden := sum(record.hidden_lines for record in self._records.values()):
+                what = "1 line that is" if hidden == 1 else f"{hidden} lines that are"
+                _tell(f"other ranks printed {what} not shown; --output-on-all-devices shows all")
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -198,10 +200,9 @@ class JobRun:
                 continue
             # Only at the second look is it certain that no record of its ranks is on its way.
             if host in self._suspects:
-                record = self._records.get(left[0]) or Record(left[0], host=host.name)
                 cause = f"the remote shell of its host has ended: {host.name} or the link to it is "
                 cause += "dead (ssh notices after TNT_HEARTBEAT seconds), or MPI cannot start there"
-                return dataclasses.replace(record, state=FAILED, cause=cause, exit_code=1)
+                return Record(left[0], FAILED, host.name, cause, exit_code=1)
             self._suspects.add(host)
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(mpi).children():
@@ -259,16 +260,6 @@ class JobRun:
 def _report_stop(number: signal.Signals) -> int:
     _tell(f"the job was stopped by {number.name}")
     return Exit.INTERRUPTED if number == signal.SIGINT else Exit.PREEMPTED
-
-
-def _tell_hidden(records: Records) -> None:
-    """Mentions lines that were printed and not shown."""
-    ranks = sorted(rank for rank, record in records.items() if record.hidden_lines)
-    lines = sum(record.hidden_lines for record in records.values())
-    if ranks:
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks other than the last"
-        what = "1 line that is" if lines == 1 else f"{lines} lines that are"
-        _tell(f"{who} printed {what} not shown; --output-on-all-devices shows all")
 
 
 def _tell(message: str) -> None:

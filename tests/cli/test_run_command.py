@@ -41,7 +41,9 @@ def test_the_script_gets_its_arguments_and_one_rank_prints(
     assert second == "main __main__ scripts hello.py"
     note, *warnings = sorted(result.stderr.splitlines())
     assert warnings == ["warning of rank 0", "warning of rank 1"]
-    assert note.startswith("tarantella: rank 0 printed 3 lines that are not shown; --output-on-all")
+    assert note.startswith(
+        "tarantella: other ranks printed 3 lines that are not shown; --output-on-all"
+    )
 
 
 def test_info_of_native_code_is_left_out_and_all_else_shown(

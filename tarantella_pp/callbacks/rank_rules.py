@@ -64,10 +64,8 @@ def callbacks_of_rank(
 ) -> Any:
     """Makes of the callbacks of a call those that this rank runs.
 
-    What would be written once by every rank runs on the last one only. All others run on every
-    rank, with the same logs: each rank stops early, or lowers its learning rate, at the same step.
-    `ModelCheckpoint` is among them, because saving takes all ranks. In one process they are what
-    they are in plain Keras. A `Checkpoint` comes last: it writes what the others have set.
+    What every rank would write once runs on the last one only. All others run on every rank, with
+    the same logs. A `Checkpoint` comes last: it writes what the others have set.
     """
     if communicator.size == 1 and checkpoint is None:
         return callbacks

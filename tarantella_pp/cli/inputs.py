@@ -120,18 +120,12 @@ def build_model(source: str) -> Any:
 
 
 def build_without_weights(source: str) -> Any:
-    """Makes the Keras model that a MODEL names, with shapes and no weights, for planning.
-
-    A graph comes as it is.
-    """
+    """Makes the Keras model of a MODEL, with shapes and no weights; a graph comes as it is."""
     if is_graph(source):
         from tarantella_pp.partition.graph.node_link import load_graph
 
         return load_graph(existing_file(source))
-    file = source.rpartition(":")[0] or source
-    if source.endswith(".keras") or (":" in source and file.endswith(".py")):
-        existing_file(file)  # said before Keras is loaded, which takes seconds
-    with quiet_keras(f"keras.applications.{file}" if file.isidentifier() else file):
+    with quiet_keras(f"keras.applications.{source}" if source.isidentifier() else source):
         from tarantella_pp.models.deferred_init import described_model, only_shapes
     with only_shapes():
         if not source.endswith(".keras") or not zipfile.is_zipfile(source):
@@ -200,10 +194,7 @@ def _called(source: str) -> Any:
 
 
 def _loaded(script: Path, name: str) -> ModuleType:
-    """Runs a script as a module, at least until it has defined a name.
-
-    Its `if __name__ == "__main__"` is left out. What it trains fails, for there are no weights.
-    """
+    """Runs a script as a module; what fails once it has defined a name does not count."""
     spec = importlib.util.spec_from_file_location(script.stem, script)
     if spec is None or spec.loader is None:
         raise ConfigurationError(f"{str(script)!r} cannot be imported.")
@@ -221,10 +212,7 @@ def _loaded(script: Path, name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def quiet_keras(what: str) -> Iterator[Any]:
-    """Yields Keras while code of others runs, and tells what that raises.
-
-    Its output does not mix with ours, nor do our options look like its own.
-    """
+    """Yields Keras while code of others runs, with its output and our options out of the way."""
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
     arguments, sys.argv = sys.argv, sys.argv[:1]

@@ -33,12 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = arguments.pop(0) if explicit else "run"
     # Only the module of this command: others load what takes seconds.
     module = importlib.import_module(f"tarantella_pp.cli.{name}_command")
-    parser = _parser(name) if explicit else _whole_parser(arguments)
+    parser = _parser(name) if explicit else _whole_parser()
     module.add_arguments(parser)
     if not explicit and not arguments:
         parser.print_help(sys.stderr)
         return USAGE_ERROR
     try:
+        if arguments == ["--version"] and not explicit:  # looking it up takes longer than all else
+            from tarantella_pp.dependencies import version_of
+
+            sys.stdout.write(f"tarantella-pp {version_of('tarantella-pp') or '(not installed)'}\n")
+            return 0
         parsed = parser.parse_args(arguments)
         code = int(parsed.run(parsed))
         sys.stdout.flush()
@@ -58,7 +63,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     return Parser(f"tarantella {name}", description=COMMANDS[name], allow_abbrev=False)
 
 
-def _whole_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+def _whole_parser() -> argparse.ArgumentParser:
     """The parser of `tarantella` without a subcommand."""
     lines = "\n".join(f"  {key:10s} {text}" for key, text in COMMANDS.items())
     parser = Parser(
@@ -68,14 +73,7 @@ def _whole_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         f"commands (`tarantella COMMAND --help` explains each):\n{lines}",
         allow_abbrev=False,
     )
-    version = ""
-    if "--version" in arguments:  # looking it up takes longer than all else here
-        from tarantella_pp.dependencies import version_of
-
-        version = f"tarantella-pp {version_of('tarantella-pp') or '(not installed)'}"
-    parser.add_argument(
-        "--version", action="version", version=version, help="print the version and leave"
-    )
+    parser.add_argument("--version", action="store_true", help="print the version and leave")
     return parser
 
 

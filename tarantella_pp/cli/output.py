@@ -85,18 +85,13 @@ def table(
 def existing_file(path: str) -> Path:
     """Returns the path of a file that is there."""
     if not Path(path).is_file():
-        kind = "is no file" if Path(path).exists() else "does not exist"
-        raise ConfigurationError(f"{path!r} {kind}.")
+        raise ConfigurationError(f"There is no file {path!r}.")
     return Path(path)
 
 
 def check_target(option: str, path: str | None) -> None:
     """Checks, before the work is done, that a file has a place."""
-    if path is None:
-        return
-    if Path(path).is_dir():
-        raise ConfigurationError(f"{path!r} is a folder. Received: {option}={path}")
-    if not Path(path).parent.is_dir():
+    if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
         raise ConfigurationError(
-            f"There is no folder {str(Path(path).parent)!r}. Received: {option}={path}"
+            f"Expected the name of a file in a folder that exists. Received: {option}={path}"
         )

@@ -96,10 +96,8 @@ def publish(draft: Path, manifest: bytes) -> None:
 
 
 def remove_old(directory: Path, keep: int, name: str, known: Collection[str]) -> None:
-    """Removes all checkpoints of this job but the newest ones up to one that was just written.
-
-    Those of later steps are damaged, or the job would have gone on from them.
-    """
+    """Removes all checkpoints of this job but the newest ones up to one that was just written."""
+    # Those of later steps are damaged, or the job would have gone on from them.
     found = checkpoints_in(directory)
     first = found.index(directory / name)
     for path in (*found[:first], *found[first + keep :]):

@@ -108,10 +108,7 @@ def install(rank: int, size: int, abort: Callable[[int], object]) -> None:
 
 @contextlib.contextmanager
 def starting_mpi(timeout: float) -> Iterator[None]:
-    """Surrounds the start of MPI, which holds Python's lock until all ranks have come.
-
-    So only a thread that is not Python's can end a wait that takes too long: faulthandler's.
-    """
+    """Ends a start of MPI that takes too long: it holds Python's lock until all have come."""
     if limited := timeout > 0 and sys.__stderr__ is not None:
         faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__)
     try:

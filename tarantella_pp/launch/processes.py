@@ -27,10 +27,7 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes the calling process the parent of all its descendants that lose theirs.
-
-    So they can still be found when the process that started them is dead.
-    """
+    """Makes this process the parent of descendants that lose theirs, so that they are found."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -64,10 +61,7 @@ def remove(files: Iterable[str]) -> None:
 
 
 def kill_descendants(patience: float = 0.0, seconds: float = 3.0) -> None:
-    """Kills everything the calling process has started, directly or not.
-
-    It may end by itself before, which is cleaner, for so long.
-    """
+    """Kills all descendants, which may first end by themselves, which is cleaner, for a while."""
     start, me = time.monotonic(), psutil.Process()
     while True:
         alive = [child for child in me.children(recursive=True) if is_alive(child)]

@@ -40,10 +40,7 @@ _OF_TENSORFLOW = (
 
 
 class JobStderr:
-    """A pipe to standard error that takes records out and leaves out noise.
-
-    Give `descriptor` to a process as its standard error, then call `start`.
-    """
+    """A pipe to standard error, for a process to be given, without records and noise."""
 
     def __init__(self, on_record: Callable[[bytes], object], *, quiet: bool) -> None:
         self._source, self.descriptor = os.pipe()
@@ -151,10 +148,7 @@ def write(file: int, rank: int, **fields: Any) -> None:
 
 
 class Records(dict[int, Record]):
-    """What is known of each rank that has said anything, numbered as states come.
-
-    No clock of another host has to do with the order.
-    """
+    """What each rank has said, in the order in which it came: clocks of hosts differ."""
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
@@ -192,10 +186,7 @@ class Records(dict[int, Record]):
         return time.monotonic() - self._last
 
     def first_failure(self) -> Record | None:
-        """Returns the record of the rank that failed first.
-
-        One that MPI may have ended, for another one, comes last.
-        """
+        """Returns the record of the rank that failed first, which MPI has not ended for another."""
         failed = [record for record in self.values() if record.state == FAILED]
         return min(failed, key=lambda record: (record.unexplained, record.order), default=None)
 

@@ -37,10 +37,7 @@ _Gpu = TypeVar("_Gpu")
 
 
 def take_share(environ: MutableMapping[str, str]) -> None:
-    """Gives this process its part of its host: cores to run on, and as many threads.
-
-    It counts the cores of the host it is on, which may have others than the launcher's host.
-    """
+    """Gives this process its part of the cores of the host it is on, and as many threads."""
     rank, ranks = _local_place(environ)
     own = os.sched_getaffinity(0)
     way = environ.get(BIND_VARIABLE, "")
@@ -141,10 +138,8 @@ def _cores(text: str) -> set[int]:
 
 
 def take_gpu(environ: MutableMapping[str, str], local_rank: int) -> None:
-    """Leaves this process one GPU of its host, whose memory it takes as it needs it.
-
-    Before TensorFlow has looked for GPUs variables are enough; afterwards it takes a call.
-    """
+    """Leaves this process one GPU of its host, whose memory it takes as it needs it."""
+    # Before TensorFlow has looked for GPUs variables are enough; afterwards it takes a call.
     has_own = any(name in environ for name in _GIVEN_BY_SLURM)
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None:

@@ -186,10 +186,7 @@ class JobRun:
         self._take(0.0)
 
     def _on_dead_host(self, mpi: int) -> Record | None:
-        """Returns the failure of a rank whose host is dead, or the link to it.
-
-        ssh ends then, which MPICH's launcher starts for each host and does not look at again.
-        """
+        """Returns the failure of a rank whose host is dead: MPICH does not look at its ssh."""
         now = time.monotonic()
         if self._launcher.notices_dead_hosts or not self._hosts or now < self._next_look:
             return None

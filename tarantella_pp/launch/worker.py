@@ -196,10 +196,7 @@ def _of_script(trace: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def _show_log(environ: Mapping[str, str], rank: int) -> None:
-    """Shows what the library logs below the level of a warning, where the user asked for it.
-
-    Warnings and errors are shown on all ranks as Python does, unless the script says otherwise.
-    """
+    """Shows what the library logs below the level of a warning, where the user asked for it."""
     level = environ.get(LOG_LEVEL_VARIABLE, "WARNING")
     logger = logging.getLogger(_LIBRARY)
     if level == "ERROR":

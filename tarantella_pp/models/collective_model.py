@@ -38,10 +38,7 @@ _IN_PARTS = (".weights.h5", ".weights.json", ".keras")
 
 
 class CollectiveModel(keras.Model):  # type: ignore[misc]
-    """A Keras model whose weights are on the ranks of a pipeline.
-
-    Its methods gather the weights first, so all ranks must call them.
-    """
+    """A Keras model whose weights are on the ranks of a pipeline, all of which must call it."""
 
     _engine: Engine
     _optimizer_state: OptimizerState | None = None

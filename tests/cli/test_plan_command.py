@@ -118,7 +118,7 @@ def test_names_cannot_steer_a_terminal(command, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["make", "missing.json", "--stages", "2"], "'missing.json' does not exist"),
+        (["make", "missing.json", "--stages", "2"], "There is no file 'missing.json'"),
         (["make", "train.py", "--stages", "2"], "script.py:function"),
         (["make", "what/is/this", "--stages", "2"], "module:function"),
         (["make", GRAPH], "--stages"),
@@ -128,12 +128,12 @@ def test_names_cannot_steer_a_terminal(command, tmp_path) -> None:
         (["make", GRAPH, "--stages", "2", "--balance", "fun"], "fun"),
         (["make", GRAPH, "--stages", "2", "--memory-limit", "much"], "'much'"),
         (["make", GRAPH, "--stages", "2", "--memory-limit", "1,2,3"], "2 stages"),
-        (["make", GRAPH, "--stages", "2", "-o", "/no/such/folder/p.json"], "There is no folder"),
-        (["make", GRAPH, "--stages", "2", "-o", str(ROOT)], "is a folder"),
-        (["make", GRAPH, "--stages", "2", "--html", "/no/such/a.html"], "There is no folder"),
+        (["make", GRAPH, "--stages", "2", "-o", "/no/such/folder/p.json"], "in a folder that exists"),
+        (["make", GRAPH, "--stages", "2", "-o", str(ROOT)], "in a folder that exists"),
+        (["make", GRAPH, "--stages", "2", "--html", "/no/such/a.html"], "in a folder that exists"),
         (["make", GRAPH, "--stages", "2", "--unknown"], "--unknown"),
-        (["show", "missing.json"], "'missing.json' does not exist"),
-        (["show", str(ROOT)], "is no file"),
+        (["show", "missing.json"], "There is no file 'missing.json'"),
+        (["show", str(ROOT)], "There is no file"),
         ([], "required: COMMAND"),
     ],
 )

@@ -143,7 +143,7 @@ def test_tables(command, plan) -> None:
 @pytest.mark.parametrize(
     ("code", "arguments", "complaint"),
     [
-        (2, ["missing.json"], "does not exist"),
+        (2, ["missing.json"], "There is no file"),
         (2, [GRAPH], "no valid plan"),
         (2, ["PLAN", "--schedule", "fastest"], "schedule='fastest'"),
         (2, ["PLAN", "--ranks", "3"], "num_ranks=3"),

@@ -128,7 +128,7 @@ def test_names_cannot_steer_a_terminal(command, tmp_path) -> None:
         (["make", GRAPH, "--stages", "2", "--balance", "fun"], "fun"),
         (["make", GRAPH, "--stages", "2", "--memory-limit", "much"], "'much'"),
         (["make", GRAPH, "--stages", "2", "--memory-limit", "1,2,3"], "2 stages"),
-        (["make", GRAPH, "--stages", "2", "-o", "/no/such/folder/p.json"], "in a folder that exists"),
+        (["make", GRAPH, "--stages", "2", "-o", "/no/such/p.json"], "in a folder that exists"),
         (["make", GRAPH, "--stages", "2", "-o", str(ROOT)], "in a folder that exists"),
         (["make", GRAPH, "--stages", "2", "--html", "/no/such/a.html"], "in a folder that exists"),
         (["make", GRAPH, "--stages", "2", "--unknown"], "--unknown"),

@@ -74,14 +74,12 @@ class NetworkHost:
     def leftovers(self) -> list[str]:
         """Returns what has stayed behind on this host, for which it gets a moment to go."""
         deadline = time.monotonic() + LIMIT_SECONDS
-        while self._left() and time.monotonic() < deadline:
+        while True:
+            left = [*filter(None, map(_command_of, self.processes()))]
+            left += map(str, self.seen(self.tmp).iterdir())
+            if not left or time.monotonic() > deadline:
+                return left
             time.sleep(0.1)
-        return self._left()
-
-    def _left(self) -> list[str]:
-        alive = [p for p in self.processes() if _name(p)]
-        files = [str(path) for path in self.seen(self.tmp).iterdir()]
-        return [_name(process) for process in alive] + files
 
 
 @dataclass
@@ -209,10 +207,9 @@ def _network_of(pid: int) -> str | None:
         return None
 
 
-def _name(process: psutil.Process) -> str:
+def _command_of(process: psutil.Process) -> str:
     """Returns the command of a process that runs."""
-    try:
-        running = process.status() != psutil.STATUS_ZOMBIE
-        return " ".join(process.cmdline()) if running else ""
-    except psutil.Error:
-        return ""
+    with contextlib.suppress(psutil.Error):
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return " ".join(process.cmdline())
+    return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,19 +111,8 @@ def _details(manifest: Manifest) -> Iterator[Any]:
     ]
     yield table(("File", "Rank", "Stages", "Size"), rows, left=("File",))
     yield f"Trained: {manifest.where()}, {manifest.step} steps."
-    if manifest.learning_rate is not None:
-        yield f"Learning rate: {manifest.learning_rate:g}."
-    yield f"Last step: {_pairs(manifest.logs)}."
-    if last := {name: values[-1] for name, values in manifest.history.items() if values}:
-        yield f"Last epoch: {_pairs(last)}."
-    data = manifest.facts["data"]
-    yield f"Data: {data['contents']}; {manifest.position.batches} batches of this pass read."
-    yield f"Optimizer: {manifest.facts['compiled']['optimizer']}."
-    yield f"Written with {_pairs(manifest.versions)}."
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
+    logs = ", ".join(f"{name} {value}" for name, value in manifest.logs.items())
+    yield f"Last step: {logs}. What else is known of it stands in --json."
 
 
 def _as_json(manifest: Manifest | str) -> Any:

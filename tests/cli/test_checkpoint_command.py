@@ -58,7 +58,7 @@ def test_what_is_inside_is_shown_without_tensorflow(trained):
     assert "[0, 0] set()" in shown, done.stderr
     for text in ("step-00000006", "rank-00000.safetensors ", "0, 1", "Trained: 2 epochs, 6 steps"):
         assert text in shown
-    assert "Learning rate: 0.01" in shown
+    assert "Last step: loss " in shown
 
 
 def test_everything_is_there_for_programs(trained, capsys):
@@ -67,6 +67,7 @@ def test_everything_is_there_for_programs(trained, capsys):
     told = json.loads(capsys.readouterr().out)
     assert list(told) == ["step-00000006", "step-00000004"]
     assert told["step-00000006"]["tensors"]["model/0"]["shape"] == [3, 4]
+    assert told["step-00000006"]["learning_rate"] == pytest.approx(0.01)
     assert main(["checkpoint", "show", str(directory / "step-00000004")]) == 0
     assert "step-00000006" not in capsys.readouterr().out
     assert main(["checkpoint", "show", str(directory / "none")]) == 2

@@ -186,7 +186,11 @@ class Checkpoint(keras.callbacks.Callback):
         with self._ranks.call("Checkpoint", **options):
             pass  # the same on all ranks
         self._configs = configs_of(self._model)
-        self._facts = self._ranks.broadcast_json(facts_of(self._model, self._data_facts()))
+        adapter = self._adapter  # what is known of the data on the rank that reads them
+        data = {"contents": adapter.description, "batches": adapter.num_batches}
+        data |= {"steps_per_epoch": self._steps_per_epoch, "shuffle": self._shuffle}
+        data |= {} if adapter.cursor is None else adapter.cursor.facts()
+        self._facts = self._ranks.broadcast_json(facts_of(self._model, data))
         found = newest_whole(self._ranks, self.directory)
         trains = True
         if found is not None:
@@ -248,13 +252,6 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         """Completes the history of a `fit` that had nothing to train."""
         self._completed_history()
-
-    def _data_facts(self) -> dict[str, Any]:
-        """What is known of the data on the rank that reads them."""
-        adapter = self._adapter
-        facts = {"contents": adapter.description, "batches": adapter.num_batches}
-        facts |= {"steps_per_epoch": self._steps_per_epoch, "shuffle": self._shuffle}
-        return facts | ({} if adapter.cursor is None else adapter.cursor.facts())
 
     def _go_on(self, folder: Path, saved: Manifest) -> bool:
         """Takes over a checkpoint; returns whether anything is left to train."""

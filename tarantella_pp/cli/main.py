@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = arguments.pop(0) if explicit else "run"
     # Only the module of this command: others load what takes seconds.
     module = importlib.import_module(f"tarantella_pp.cli.{name}_command")
-    parser = _parser(name) if explicit else _whole_parser()
+    parser = _whole_parser()
+    if explicit:
+        parser = Parser(f"tarantella {name}", description=COMMANDS[name], allow_abbrev=False)
     module.add_arguments(parser)
     if not explicit and not arguments:
         parser.print_help(sys.stderr)
@@ -57,10 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
-
-
-def _parser(name: str) -> argparse.ArgumentParser:
-    return Parser(f"tarantella {name}", description=COMMANDS[name], allow_abbrev=False)
 
 
 def _whole_parser() -> argparse.ArgumentParser:

@@ -38,7 +38,9 @@ _Gpu = TypeVar("_Gpu")
 
 def take_share(environ: MutableMapping[str, str]) -> None:
     """Gives this process its part of the cores of the host it is on, and as many threads."""
-    rank, ranks = _local_place(environ)
+    own_number = environ.get(environ.get(LOCAL_RANK_VARIABLE, ""), "")
+    rank = int(own_number) if own_number.isdecimal() else 0
+    ranks = next(filter(None, (number_of(environ, name) for name in _LOCAL_SIZES)), 1)
     own = os.sched_getaffinity(0)
     way = environ.get(BIND_VARIABLE, "")
     cores = cores_of_node(environ)
@@ -81,13 +83,6 @@ def share(cores: Iterable[int], rank: int, ranks: int) -> set[int]:
     ordered = sorted(cores, key=_place)
     begin, end = (len(ordered) * i // ranks for i in (rank, rank + 1))
     return set(ordered[begin:end])
-
-
-def _local_place(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Returns the number of this process among the ranks of its host, and how many these are."""
-    rank = environ.get(environ.get(LOCAL_RANK_VARIABLE, ""), "")
-    sizes = (number_of(environ, name) for name in _LOCAL_SIZES)
-    return int(rank) if rank.isdecimal() else 0, next(filter(None, sizes), 1)
 
 
 def _place(core: int) -> tuple[int, int, int]:

@@ -141,7 +141,12 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
     machine = default_machine() if options.machine is None else machine_of(options.machine)
     custom = None if options.schedule is None else read_schedule(options.schedule)
     options, assignment = _completed(options, extracted, custom)
-    shapes = _shapes(options, _stages_per_rank(options, custom))
+    per_rank = 2 if options.schedule in ("interleaved", "zb-v") else 1
+    if options.stages_per_rank is not None:
+        per_rank = checked_count("stages_per_rank", options.stages_per_rank)
+    elif custom is not None:
+        per_rank = custom.num_stages // custom.num_ranks
+    shapes = _shapes(options, per_rank)
     if options.balance == "time" and options.profile is None:
         options = replace(options, profile=_measured(extracted, options, shapes[0][1]))
     planner = Planner.of(extracted, options.optimizer, options.profile, machine, assignment)
@@ -151,7 +156,9 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
     searches = _searches(planner, options, custom, shapes)
     further: list[PlanSearch] = []
     if options.schedule is None:
-        slow = _behind_slow_links(shapes, machine)
+        # Pipelines with a stage on each rank whose messages may take as long as computations.
+        is_slow = machine.bandwidth is not None and machine.bandwidth < SLOW_LINK
+        slow = [shape for shape in shapes if is_slow and shape[0] == shape[2] > 1]
         further = _searches(planner, replace(options, schedule="eager-1f1b"), None, slow)
     chosen = choose_plan(searches, further)
     if chosen is None:
@@ -274,14 +281,6 @@ def _schedules(given: Any, planner: Planner, num_stages: int, num_ranks: int) ->
     return ("1f1b",) if loops else ("zb-h1", "1f1b")
 
 
-def _stages_per_rank(options: PlanOptions, custom: Schedule | None) -> int:
-    if options.stages_per_rank is not None:
-        return checked_count("stages_per_rank", options.stages_per_rank)
-    if custom is not None:
-        return custom.num_stages // custom.num_ranks
-    return 2 if options.schedule in ("interleaved", "zb-v") else 1
-
-
 def _shapes(options: PlanOptions, per_rank: int) -> list[Shape]:
     """Returns what to choose from."""
     num_stages, num_replicas, num_ranks = (
@@ -308,10 +307,3 @@ def _shapes(options: PlanOptions, per_rank: int) -> list[Shape]:
             f"stages_per_rank={per_rank}"
         )
     return found
-
-
-def _behind_slow_links(shapes: list[Shape], machine: HardwareSpec) -> list[Shape]:
-    """Pipelines with a stage on each rank whose messages may take as long as computations."""
-    if machine.bandwidth is None or machine.bandwidth >= SLOW_LINK:
-        return []
-    return [shape for shape in shapes if shape[0] == shape[2] > 1]

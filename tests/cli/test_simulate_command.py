@@ -60,36 +60,6 @@ def test_measured_seconds_take_the_place_of_arithmetic(command, tmp_path, measur
     assert ("TFLOP/s" in text) == (len(measured) < STAGES)
 
 
-def test_memory_is_that_of_the_plan(command, plan) -> None:
-    found = command.json("simulate", plan)
-    stages = plan_of(chain_graph(STAGES), [0, 1, 2, 3]).stages
-    assert [rank["peak_bytes"] for rank in found["ranks"]] == [s.memory_bytes for s in stages]
-    assert found["peak_bytes"] == max(stage.memory_bytes for stage in stages)
-
-
-def test_messages_take_their_time(command, plan) -> None:
-    slow = ("--speed", "1GFLOPs", "--link-bandwidth", "1kB", "--link-latency", "1ms")
-    found = command.json("simulate", plan, *slow, "--micro-batches", 1)
-    # 32 samples of 32 bytes over three links there and back, and the compute of one micro-batch.
-    messages = 6 * (32 * 32 / 1000 + 1e-3)
-    compute = STAGES * 3 * SAMPLES * FLOPS / 1e9
-    assert found["step_seconds"] == pytest.approx(messages + compute, rel=1e-9)
-    assert found["bubble"] > found["bubble_without_messages"]
-    assert found["bubble_without_messages"] == pytest.approx(3 / 4, rel=1e-9)
-
-
-def test_replicas_sum_gradients_in_a_ring(command, plan) -> None:
-    links = ("--link-bandwidth", "1MB", "--link-latency", "1us", "--speed", "1GFLOPs")
-    one = command.json("simulate", plan, *links)
-    four = command.json("simulate", plan, *links, "--replicas", 4)
-    gradients = 8 * 8 * 4
-    ring = 2 * 3 * (gradients / 4 / 1e6 + 1e-6)
-    # The first stage is done last, so its sum is not hidden.
-    assert four["step_seconds"] == pytest.approx(one["step_seconds"] + ring, rel=1e-9)
-    assert four["pipeline_seconds"] == one["pipeline_seconds"]
-    assert (four["num_ranks"], four["samples"]) == (16, 4 * SAMPLES)
-
-
 def test_the_curve_goes_from_2_to_4096_ranks(command, plan) -> None:
     curve = command.json("simulate", plan, "--speed", "1GFLOPs")["scaling"]
     assert [point["num_ranks"] for point in curve] == [2**k for k in range(1, 13)]
@@ -102,11 +72,22 @@ def test_the_curve_goes_from_2_to_4096_ranks(command, plan) -> None:
     assert efficiency == sorted(efficiency, reverse=True)
 
 
-def test_ranks_of_several_stages(command, plan) -> None:
+def test_options_reach_the_simulation(command, plan) -> None:
     found = command.json("simulate", plan, *fast_links("--ranks", 2, "--schedule", "interleaved"))
     # (p - 1) / (v m + p - 1) for two stages on each of two ranks.
     assert found["bubble"] == pytest.approx(1 / 9, rel=1e-6)
     assert len(found["ranks"]) == 2
+    slow = ("--speed", "1GFLOPs", "--link-bandwidth", "1kB", "--link-latency", "1ms")
+    found = command.json("simulate", plan, *slow, "--micro-batches", 1, "--replicas", 4)
+    # 32 samples of 32 bytes over three links there and back, and the compute of one micro-batch.
+    messages = 6 * (32 * 32 / 1000 + 1e-3)
+    compute = STAGES * 3 * SAMPLES * FLOPS / 1e9
+    assert found["pipeline_seconds"] == pytest.approx(messages + compute, rel=1e-9)
+    assert found["bubble_without_messages"] == pytest.approx(3 / 4, rel=1e-9)
+    # The first stage is done last, so its sum over the replicas, in a ring, is not hidden.
+    ring = 2 * 3 * (8 * 8 * 4 / 4 / 1000 + 1e-3)
+    assert found["step_seconds"] == pytest.approx(messages + compute + ring, rel=1e-9)
+    assert (found["num_ranks"], found["samples"]) == (16, 4 * SAMPLES)
 
 
 def test_hosts_share_a_card(command, plan) -> None:

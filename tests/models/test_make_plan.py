@@ -178,6 +178,7 @@ def test_shapes_are_those_that_model_and_options_allow():
         ({"num_stages": 9}, "at most 4"),
         ({"num_stages": 9, "memory_limit": "1GB", "num_micro_batches": 1}, "at most 4"),
         ({"num_stages": 2, "recompute": "some"}, "recompute='some'"),
+        ({"num_stages": 2, "placement": "anywhere"}, "placement='anywhere'"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message):
@@ -258,19 +259,9 @@ def test_loops_and_single_stages_keep_one_f_one_b():
     assert make_plan(tower(4), 1).schedule == "1f1b"
 
 
-def test_the_threshold_of_buckets_comes_from_the_option_else_the_environment(monkeypatch):
-    def counts(**options):
-        plan = make_plan(tower(4), 2, **options)
-        return [len(stage.bucket_bytes) for stage in plan.stages], plan.fusion_threshold
-
-    assert counts() == ([1, 1], 32 * 2**20)
-    assert counts(fusion_threshold="16KiB") == ([4, 4], 2**14)
-    monkeypatch.setenv("TNT_FUSION_THRESHOLD", "20kB")
-    assert counts() == ([2, 2], 20_000)
-    assert counts(fusion_threshold=10**6) == ([1, 1], 10**6)
-    for options in ({"fusion_threshold": 0}, {"placement": "anywhere"}):
-        with pytest.raises(ConfigurationError, match=next(iter(options))):
-            counts(**options)
+def test_buckets_are_of_the_threshold():
+    for options, counts in (({}, [1, 1]), ({"fusion_threshold": "16KiB"}, [4, 4])):
+        assert [len(s.bucket_bytes) for s in make_plan(tower(4), 2, **options).stages] == counts
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,10 @@ def search_schedule(
     """Finds ``zb-auto``: the schedule of the fastest simulated step within a memory limit.
 
     The heuristic search of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1,
-    played with the costs at hand: how many forwards the stages run ahead, whether weight
-    gradients fill gaps that are too small for them, and what comes first otherwise, are tried in
-    all combinations; the best of them and the named schedules are simulated. This takes a fraction
-    of a second for 8 stages and 32 micro-batches, and some seconds for 32 and 128.
+    played with the costs at hand: how many forwards the stages run ahead, and what comes first
+    otherwise, are tried in all combinations; weight gradients fill gaps, also too small ones. The
+    best of them and the named schedules are simulated. This takes a fraction of a second for 8
+    stages and 32 micro-batches, and some seconds for 32 and 128.
 
     Example:
         Within the memory of twice 1F1B::
@@ -95,11 +95,8 @@ def _policies(limits: Sequence[int], num_ranks: int) -> Iterator[_Policy]:
     warm_ups = {tuple(map(min, limits, ahead)) for ahead in runs_ahead}
     # Only where ranks have several stages can these be in each other's way.
     depths = (False, True) if num_ranks < len(limits) else (False,)
-    for ahead, fused, forward_first, deepest_first, patience in product(
-        sorted(warm_ups), (False, True), (False, True), depths, (0.0, 0.5, 1.0)
-    ):
-        if not (fused and patience):
-            yield _Policy(tuple(limits), ahead, fused, forward_first, deepest_first, patience)
+    for options in product(sorted(warm_ups), (False, True), (False, True), depths):
+        yield _Policy(tuple(limits), *options)
 
 
 def _seconds(schedule: Schedule, costs: Costs) -> float:
@@ -115,7 +112,6 @@ class _Policy:
     fused: bool = False
     forward_first: bool = False
     deepest_first: bool = False
-    patience: float = 0.0
 
 
 class _PolicyScheduler(ListScheduler):
@@ -152,26 +148,21 @@ class _PolicyScheduler(ListScheduler):
         return link.latency + link.seconds + overhead
 
     def _preferred(self, rank: int, now: float) -> Compute | None:
-        """Returns the best F or B that can run now, else a W unless it is worth waiting."""
-        ready: list[Compute] = []
-        soonest = math.inf
-        for stage in self._stages[rank]:
-            for kind in ("F", "B"):
-                time = self._possible_from(stage, kind)
-                if time <= now:
-                    ready.append(Compute(stage, kind, self._begun[kind][stage]))
-                else:
-                    soonest = min(soonest, time)
+        """Returns the best F or B that can run now, else a W."""
+        kinds: tuple[Kind, ...] = ("F", "B")
+        ready = [
+            Compute(stage, kind, self._begun[kind][stage])
+            for stage in self._stages[rank]
+            for kind in kinds
+            if self._possible_from(stage, kind) <= now
+        ]
         if ready:
             best = min(ready, key=self._preference)
             return best._replace(kind="BW") if self._policy.fused and best.kind == "B" else best
         for stage in self._stages[rank]:
             index = self._begun["W"][stage]
             if index < self._begun["B"][stage]:
-                action = Compute(stage, "W", index)
-                wait = self._policy.patience * self.seconds(action)
-                # A W fills a gap; patience says which part of it must fit before the next F or B.
-                return None if soonest < now + wait else action
+                return Compute(stage, "W", index)
         return None
 
     def _possible_from(self, stage: int, kind: Kind) -> float:

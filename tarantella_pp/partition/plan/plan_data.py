@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -123,50 +122,41 @@ class PlanData(
             raise PlanError(f"This plan cannot run: {wrong}.")
 
 
-def _problems(plan: PlanData) -> Iterator[str]:
-    """Finds what in a plan does not fit together."""
-    names, assignment = plan.node_names, plan.assignment
-    if len(assignment) != len(names):
-        yield (
-            "assignment and node_names must be equally long. "
-            f"Received: {len(assignment)} and {len(names)}"
-        )
-    if plan.work and len(plan.work) != len(names):
-        yield f"work must name all {len(names)} nodes, or none. Received: {len(plan.work)}"
-    for name, times in Counter(names).most_common(1):
-        if times > 1:
-            yield f"node names must be unique. Received: {name!r} {times} times"
-    if len(plan.stages) != plan.num_stages:
-        yield f"it must have num_stages={plan.num_stages} stages. Received: {len(plan.stages)}"
-    if set(assignment) != set(range(plan.num_stages)):
-        found = sorted(set(assignment))
-        yield f"each node must be on a stage, and each stage have some. Received: stages {found}"
-    for i, stage in enumerate(plan.stages):
-        own = [name for name, place in zip(names, assignment, strict=True) if place == i]
-        if (stage.first, stage.last, stage.nodes) != (own[0], own[-1], len(own)):
-            yield (
-                f"stages[{i}] must name the first, the last and the number of its nodes. "
-                f"Received: {stage.first!r}, {stage.last!r}, {stage.nodes}"
-            )
-    if plan.limits is not None and len(plan.limits) != plan.num_stages:
-        yield f"memory_limit must be one number, or one a stage. Received: {plan.memory_limit}"
-    of_stages = len(plan.ranks) in (0, plan.num_stages)
-    if not of_stages or set(plan.ranks) != set(range(len(set(plan.ranks)))):
-        yield (
-            "ranks must name one for each stage, or none, and leave none out. "
-            f"Received: {list(plan.ranks)}"
-        )
-    if not _ascends(plan.recompute, plan.num_stages):
-        yield f"recompute must name stages, ascending. Received: {list(plan.recompute)}"
-    for i, cut in enumerate(plan.cuts):
-        if not (cut.targets and _ascends((cut.source, *cut.targets), plan.num_stages)):
-            yield (
-                f"cuts[{i}] must run from a stage to later ones. Received: {cut.source} to "
-                f"{list(cut.targets)}"
-            )
-    for i, tie in enumerate(plan.ties):
-        if len(tie.stages) < 2 or not _ascends(tie.stages, plan.num_stages):
-            yield f"ties[{i}] must name two stages or more, ascending. Received: {tie.stages}"
+def _problems(plan: PlanData) -> list[str]:
+    """Says what in a plan does not fit together."""
+    names, assignment, count = plan.node_names, plan.assignment, plan.num_stages
+    if len(plan.stages) != count:
+        return [f"it must have num_stages={count} stages. Received: {len(plan.stages)}"]
+    own = [[name for name, s in zip(names, assignment, strict=False) if s == i]
+           for i in range(count)]  # fmt: skip
+    ends = [(nodes[0], nodes[-1], len(nodes)) for nodes in own if nodes]
+    must_hold = {
+        "assignment and node_names must be equally long": len(assignment) == len(names),
+        "work must name all nodes, or none": len(plan.work) in (0, len(names)),
+        "node names must be unique": len(set(names)) == len(names),
+        f"each node must be on a stage, and each stage have some. Received: {list(assignment)}": (
+            set(assignment) == set(range(count))
+        ),
+        "stages must name their first and last node, and how many there are": (
+            [(stage.first, stage.last, stage.nodes) for stage in plan.stages] == ends
+        ),
+        f"memory_limit must be one number, or one a stage. Received: {plan.memory_limit}": (
+            len(plan.limits or plan.stages) == count
+        ),
+        f"ranks must name one for each stage, or none. Received: {list(plan.ranks)}": (
+            len(plan.ranks) in (0, count) and set(plan.ranks) == set(range(len(set(plan.ranks))))
+        ),
+        f"recompute must name stages, ascending. Received: {list(plan.recompute)}": (
+            _ascends(plan.recompute, count)
+        ),
+        "cuts must run from a stage to later ones": (
+            all(cut.targets and _ascends((cut.source, *cut.targets), count) for cut in plan.cuts)
+        ),
+        "ties must name two stages or more, ascending": (
+            all(len(tie.stages) > 1 and _ascends(tie.stages, count) for tie in plan.ties)
+        ),
+    }
+    return [what for what, holds in must_hold.items() if not holds]
 
 
 def _ascends(stages: Sequence[int], num_stages: int) -> bool:

@@ -20,7 +20,6 @@ OPTIMIZERS = {
     "momentum": lambda k: k.SGD(0.1, momentum=0.9, global_clipnorm=0.5),
     "adam": lambda k: k.AdamW(0.01, use_ema=True, clipvalue=0.01),
     "adafactor": lambda k: k.Adafactor(0.01, gradient_accumulation_steps=2),
-    "lamb": lambda k: k.Lamb(0.01),
     "scaled": lambda k: k.LossScaleOptimizer(k.RMSprop(0.01), initial_scale=8.0),
 }
 

@@ -136,6 +136,7 @@ class SplitBackward:
     def _trace(self, specs: Sequence[tf.TensorSpec]) -> Trace:
         """Forward and gradients of one micro-batch, in one graph."""
         found: dict[str, Any] = {}
+        weights: list[Any] = []
 
         def whole(*inputs: tf.Tensor) -> list[tf.Tensor]:
             outputs, added = self._module.run(inputs, training=True)
@@ -145,8 +146,10 @@ class SplitBackward:
             sources = self._module.sources(inputs)
             wanted = [*sources, *self._module.variables]
             gradients = tf.gradients(targets, wanted, grad_ys=seeds)
-            back, found["weights"] = self._module.parted(sources, gradients)
-            found.update(inputs=inputs, seeds=seeds, outputs=[*outputs, added], back=back)
+            back, weights[:] = self._module.parted(sources, gradients)
+            found.update(
+                inputs=inputs, seeds=seeds, outputs=[*outputs, added], input_gradients=back
+            )
             return [*outputs, added]
 
         traced = tf.function(whole, input_signature=list(specs), autograph=False)
@@ -154,16 +157,9 @@ class SplitBackward:
             function = traced.get_concrete_function()
         except (NotImplementedError, LookupError) as error:
             raise CutError(f"TensorFlow cannot differentiate the graph: {error}") from error
-        self._module.accumulator.prepare(found["weights"])
-        self._gradients = FlatGradients(found["weights"])
-        return Trace(
-            function=function,
-            inputs=found["inputs"],
-            seeds=found["seeds"],
-            outputs=found["outputs"],
-            input_gradients=found["back"],
-            weight_gradients=self._gradients.tensors,
-        )
+        self._module.accumulator.prepare(weights)
+        self._gradients = FlatGradients(weights)
+        return Trace(function=function, weight_gradients=self._gradients.tensors, **found)
 
 
 @functools.cache

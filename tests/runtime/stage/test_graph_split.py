@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.runtime.stage.graph_functions import ancestors
 from tarantella_pp.runtime.stage.graph_split import Trace, split_graph
 
 
@@ -35,28 +36,6 @@ def new_weight(seed):
     return tf.Variable(np.random.default_rng(seed).normal(size=(4, 4)))
 
 
-def ancestors(op):
-    found, todo = set(), [op]
-    while todo:
-        op = todo.pop()
-        above = [*(t.op for t in op.inputs), *op.control_inputs]
-        todo += [other for other in above if other not in found]
-        found.update(above)
-    return found
-
-
-def test_each_weight_gradient_comes_before_the_input_gradient_of_its_operation():
-    parts = split_graph(traced([new_weight(i) for i in range(4)]))
-    found = []
-    specs = [tf.TensorSpec(t.shape, t.dtype) for t in parts.residuals]
-    specs.insert(0, tf.TensorSpec((3, 4), tf.float64))
-    run = tf.function(lambda *fed: found.extend(parts.backward(*fed)), specs, autograph=False)
-    run.get_concrete_function()
-    back, *gradients = found
-    before = ancestors(back.op)
-    assert all(gradient.op in before for gradient in gradients)
-
-
 def operations_of(part, fed):
     """The types of the operations of a part, and what it returns."""
     found = []
@@ -66,23 +45,23 @@ def operations_of(part, fed):
     return [op.type for op in graph.get_operations()], found
 
 
-def test_sums_over_rows_are_made_with_the_input_gradients():
+def test_each_weight_gradient_comes_before_the_input_gradient_of_its_operation():
+    trace = traced([new_weight(i) for i in range(4)])
+    parts = split_graph(trace)
+    _, (back, *gradients) = operations_of(parts.backward, [*trace.seeds, *parts.residuals])
+    assert all(gradient.op in ancestors([back]) for gradient in gradients)
+
+
+def test_sums_over_rows_come_with_input_gradients_and_only_operands_of_products_are_kept():
     trace = traced([new_weight(0), new_weight(1)], [tf.Variable(np.zeros(4)) for _ in range(2)])
     parts = split_graph(trace)
-    weight_part, gradients = operations_of(
-        parts.backward_weight, [*parts.kept_for_w, *parts.b_to_w]
-    )
+    kept = [*parts.kept_for_w, *parts.b_to_w]
+    weight_part, gradients = operations_of(parts.backward_weight, kept)
     input_part, _ = operations_of(parts.backward_input, [*trace.seeds, *parts.residuals])
     assert weight_part.count("MatMul") == 2
     assert "Sum" not in weight_part
     assert input_part.count("Sum") == 2
     assert [tuple(g.shape) for g in gradients] == [(4, 4), (4, 4), (4,), (4,)]
-
-
-def test_only_operands_of_products_are_kept_for_the_weight_gradients():
-    trace = traced([new_weight(0), new_weight(1)], [tf.Variable(np.zeros(4)) for _ in range(2)])
-    parts = split_graph(trace)
     assert [tensor.op.type for tensor in parts.kept_for_b] == ["Sigmoid", "Sigmoid"]
     assert [tensor.op.type for tensor in parts.kept_for_w] == ["Placeholder", "Softplus"]
-    kept = [tuple(tensor.shape) for tensor in parts.b_to_w]
-    assert sorted(kept) == [(3, 4), (3, 4), (4,), (4,)]
+    assert sorted(tuple(tensor.shape) for tensor in parts.b_to_w) == [(3, 4), (3, 4), (4,), (4,)]

@@ -74,7 +74,6 @@ KINDS = {
     "attention": (SEQUENCE, lambda x: attention(transformer(x))),
     "ops": (SEQUENCE, lambda x: masked(layers.GlobalAveragePooling1D())(many_ops(x))),
     "lstm": (SEQUENCE, masked(lambda x: layers.LSTM(3, return_sequences=True)(x))),
-    "gru": (SEQUENCE, lambda x: layers.Bidirectional(layers.GRU(2))(x)),
 }
 
 

@@ -247,60 +247,36 @@ def roofline_seconds(
     work: Sequence[NodeWork], samples: float, machine: HardwareSpec
 ) -> list[tuple[float, float]]:
     """Returns the seconds of each operation for one micro-batch, forward and backward."""
-    speeds = machine.layers
-    return [_seconds(one, samples, machine, speeds) for one in work]
+    forward = _Pass(machine, {kind: speed.forward for kind, speed in machine.layers.items()}, 1.0)
+    speeds = {kind: speed.backward for kind, speed in machine.layers.items()}
+    backward = _Pass(machine, speeds, BOTH_GRADIENTS)
+    return [(forward.seconds(one, samples), backward.seconds(one, samples)) for one in work]
 
 
-def _seconds(
-    work: NodeWork, samples: float, machine: HardwareSpec, speeds: Mapping[str, LayerSpeed]
-) -> tuple[float, float]:
-    """Seconds of one operation, forward and backward."""
-    speed = speeds.get(work.kind or "")
-    if speed is None:
-        forward = _plain_seconds(work, samples, machine)
-        return forward, BOTH_GRADIENTS * forward
-    if not (work.activation_bytes or work.flops):  # a view of another tensor
-        return 0.0, 0.0
-    steps = speeds.get("function", speed)
-    return (
-        _pass_seconds(work, samples, machine, speed.forward, steps.forward),
-        _pass_seconds(work, samples, machine, speed.backward, steps.backward, BOTH_GRADIENTS),
-    )
+class _Pass:
+    """One direction of operations; what was not measured takes `times` as long as forward."""
 
+    def __init__(
+        self, machine: HardwareSpec, speeds: Mapping[str, PassSpeed], times: float
+    ) -> None:
+        self._speeds, self._times, self._bandwidth = speeds, times, machine.memory_bandwidth
+        laid_out = machine.weight_bandwidth and machine.weight_bandwidth / times
+        self._plain = PassSpeed(machine.flops_per_second / times, 0.0, laid_out)
 
-def _pass_seconds(
-    work: NodeWork,
-    samples: float,
-    machine: HardwareSpec,
-    speed: PassSpeed,
-    steps: PassSpeed,
-    times: float = 1.0,
-) -> float:
-    """Seconds of one direction of an operation, at the speeds of its kind and of functions.
-
-    Work that was not measured takes `times` as long as forward.
-    """
-    arithmetic = work.flops - work.function_flops
-    if work.kind == "function":
-        arithmetic *= times / machine.flops_per_second
-    else:
-        arithmetic /= speed.flops_per_second
-    arithmetic += work.function_flops / steps.flops_per_second
-    first, traffic = speed.start_seconds, 0.0
-    if speed.weight_bandwidth is not None:
-        first += work.weight_bytes / speed.weight_bandwidth
-    if machine.memory_bandwidth is not None:
-        traffic = times * work.activation_bytes / machine.memory_bandwidth
-    return first + samples * max(arithmetic, traffic)
-
-
-def _plain_seconds(work: NodeWork, samples: float, machine: HardwareSpec) -> float:
-    """Seconds of a forward pass by arithmetic and traffic alone."""
-    arithmetic = samples * work.flops / machine.flops_per_second
-    if machine.memory_bandwidth is None:
-        return arithmetic
-    traffic, weights = samples * work.activation_bytes, work.weight_bytes
-    if machine.weight_bandwidth is None:
-        return max(arithmetic, (traffic + weights) / machine.memory_bandwidth)
-    laid_out = weights / machine.weight_bandwidth
-    return laid_out + max(arithmetic, traffic / machine.memory_bandwidth)
+    def seconds(self, work: NodeWork, samples: float) -> float:
+        """Seconds of an operation, at the speeds of its kind and of functions."""
+        if not (work.activation_bytes or work.flops):  # a view of another tensor
+            return 0.0
+        measured = self._speeds.get(work.kind or "")
+        speed = measured or self._plain
+        steps = self._speeds.get("function", speed)
+        rest = self._plain if work.kind == "function" else speed
+        first, moved = speed.start_seconds, samples * work.activation_bytes
+        if speed.weight_bandwidth is not None:
+            first += work.weight_bytes / speed.weight_bandwidth
+        elif measured is None:
+            moved += work.weight_bytes
+        arithmetic = (work.flops - work.function_flops) / rest.flops_per_second
+        arithmetic += work.function_flops / steps.flops_per_second
+        traffic = 0.0 if self._bandwidth is None else self._times * moved / self._bandwidth
+        return first + max(samples * arithmetic, traffic)

@@ -24,7 +24,6 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import common_limit
 from tarantella_pp.partition.plan.plan_simulation import MOST_PLAYED, PlanSimulation, with_step
 from tarantella_pp.partition.planner import Planner
-from tarantella_pp.partition.stage_costs import StageCostModel
 from tarantella_pp.partition.with_batch import ways_to_less_memory
 from tarantella_pp.schedule import BEFORE_SEARCH, SEARCHED, ScheduleSpec
 
@@ -55,11 +54,15 @@ class Candidate:
 
     @cached_property
     def least_seconds(self) -> float:
-        """Seconds that its step is not below."""
-        options, stages = self.options, self.solution.assignment
+        """Seconds that its simulated step is not below: the busiest rank's work."""
+        options, spec, planner = self.options, self.search.spec, self.search.planner
         samples = -(-options.batch_size // options.num_replicas) / options.num_micro_batches
-        costs = self.search.planner.costs(options)
-        return least_step_seconds(costs, stages, self.search.spec, samples)
+        costs, machine = planner.costs(options), planner.machine or HardwareSpec()
+        seconds = np.array(costs.seconds or costs.roofline_seconds(costs.rows, machine))
+        forward, backward = samples / costs.rows * seconds.T
+        work = forward + min(1.0, machine.split_factor) * backward
+        ranks = np.asarray(spec.placement)[list(self.solution.assignment)]
+        return float(options.num_micro_batches * summed(ranks, work).max())
 
     @cached_property
     def timed(self) -> Timed:
@@ -221,18 +224,6 @@ def in_order(timed: Timed) -> tuple[float, int]:
 def largest_stage(plan: Plan) -> int:
     """Returns the bytes of the largest stage."""
     return max(stage.memory_bytes for stage in plan.stages)
-
-
-def least_step_seconds(
-    costs: StageCostModel, assignment: Sequence[int], spec: ScheduleSpec, samples: float
-) -> float:
-    """Returns seconds that no simulated step of these stages is below: the busiest rank's work."""
-    machine = costs.machine or HardwareSpec()
-    seconds = np.array(costs.seconds or costs.roofline_seconds(costs.rows, machine))
-    forward, backward = samples / costs.rows * seconds.T
-    work = forward + min(1.0, machine.split_factor) * backward
-    ranks = np.asarray(spec.placement)[list(assignment)]
-    return float(costs.config.num_micro_batches * summed(ranks, work).max())
 
 
 def choose_plan(searches: Sequence[PlanSearch], further: Sequence[PlanSearch] = ()) -> Plan | None:

@@ -63,7 +63,7 @@ def test_nothing_is_loaded_from_elsewhere():
     assert set(re.findall(r"url\(([^)]*)\)", text)) == {"#stripes", "#arrow"}
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(graphs(names=EVIL, most=8), EVIL)
 def test_every_name_is_escaped(graph, model):
     plan = plan_of(graph, 2, model=model)

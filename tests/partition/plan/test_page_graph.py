@@ -16,7 +16,7 @@ from tarantella_pp.partition.plan.page_graph import (
 from tests.helpers.pictured import graphs, plan_of, residual_graph
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(graphs(), st.integers(1, 5))
 def test_every_edge_is_drawn(graph, stages):
     plan = plan_of(graph, min(stages, len(graph.nodes)))
@@ -31,6 +31,7 @@ def test_every_edge_is_drawn(graph, stages):
         assert inner >= len(graph.edges) - len(crossing) + ends
 
 
+@settings(max_examples=30, deadline=None)
 @given(graphs(names=st.text(min_size=1)), st.integers(1, 4))
 def test_texts_fit_their_boxes(graph, stages):
     plan = plan_of(graph, min(stages, len(graph.nodes)))

@@ -151,12 +151,13 @@ class _Problem:
             return sums
         memory = StageMemory(self.costs, self.options, limits)
         if self.whole:
-            return replace(sums, price=memory.usual, least=memory.least)
+            return replace(sums, price=memory.price)
 
-        def kept(price: Price) -> Price:
-            return lambda *stage: 0.0 if price(*stage) < math.inf else math.inf
+        def kept(begin: int, end: int, stage: int) -> tuple[float, float]:
+            usual, least = memory.price(begin, end, stage)
+            return 0.0 if usual < math.inf else usual, 0.0 if least < math.inf else least
 
-        return replace(sums, price=kept(memory.usual), least=kept(memory.least))
+        return replace(sums, price=kept)
 
     def over_ranks(self, best: Assignment) -> Assignment:
         """Makes the largest rank smaller where ranks have several stages, within the limits."""
@@ -264,7 +265,8 @@ class StageMemory:
     """Prices stages between two down-sets, whose operations are bits.
 
     A stage does not know from how many others its messages come, and waits for the largest of each:
-    `usual` is the price as if they were from one, `least` as if each were from another.
+    the price is as if they were from one, and at the least as if each were from another. A stage
+    above its limit is infinitely dear.
     """
 
     def __init__(
@@ -274,24 +276,12 @@ class StageMemory:
         self._limits = limits or (math.inf,) * options.num_stages
         graph = costs.graph
         self._outputs = set(graph.outputs)
-        self._both = functools.cache(self._price)
+        self.price: Price = functools.cache(self._price)
         self._readers = [sum(1 << node for node in set(t.consumers)) for t in graph.tensors]
         self._users = [0] * len(graph.weights)
         for node in graph.nodes:
             for weight in node.weights:
                 self._users[weight] |= 1 << node.id
-
-    def usual(self, begin: int, end: int, stage: int) -> float:
-        """Prices a stage that exchanges messages with its neighbours."""
-        return self._limited(self._both(begin, end, stage)[0], stage)
-
-    def least(self, begin: int, end: int, stage: int) -> float:
-        """Prices a stage at the least, wherever its messages come from and go to."""
-        return self._limited(self._both(begin, end, stage)[1], stage)
-
-    def _limited(self, price: float, stage: int) -> float:
-        """A stage above its limit is infinitely dear."""
-        return price if price <= self._limits[stage] else math.inf
 
     def _price(self, begin: int, end: int, stage: int) -> tuple[float, float]:
         costs, options, last = self._costs, self._options, self._options.num_stages - 1
@@ -310,7 +300,8 @@ class StageMemory:
             all_ if one else max(sizes, default=0)
             for all_, sizes, one in zip(together, arriving, alone, strict=True)
         ]
-        return size, size - max(together) + max(apart)
+        least, most = size - max(together) + max(apart), self._limits[stage]
+        return size if size <= most else math.inf, least if least <= most else math.inf
 
     def _stages_of_weights(
         self, nodes: Sequence[int], begin: int, end: int, stage: int

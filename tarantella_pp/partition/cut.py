@@ -35,11 +35,13 @@ CLOSE = 1e-3
 # prices, and the orders that are drawn for each time.
 ROUNDS, PRICED_ROUNDS, DRAWS = 12, 1, 3
 # Prices a stage between two down-sets, whose operations are bits, again and again; infinite where
-# it cannot be.
-Price = Callable[[int, int, int], float]
+# it cannot be. The second number is what it costs at the least whatever the others are.
+Price = Callable[[int, int, int], tuple[float, float]]
 Indices = npt.NDArray[np.intp]
 
 
+# Of the two prices of a stage, which counts.
+USUAL, LEAST = 0, 1
 # Sums that are no more than the memory of stages, and the bytes that each stage may have.
 Limits = tuple["Prices", Sequence[float]]
 # Bytes by which rounding may put a sum above what a stage has.
@@ -58,8 +60,6 @@ class Prices:
     times: Array  # how many times on each stage
     # Prices a stage, which costs its sum if that is more; `None` where it always does
     price: Price | None = None
-    # What a stage costs at the least whatever the others are; the price if `None`
-    least: Price | None = None
     # Operations, the first makes a tensor and others read it, and bytes cut if they part
     wires: Sequence[tuple[tuple[int, ...], float]] = ()
     alike: float = TOLERANCE / 4  # relative distance of values that count as equal
@@ -144,8 +144,8 @@ def best_cut(blocks: Blocks, prices: Prices) -> Cut | None:
     if found is None:
         return None
     paths, bound = [found[1]], found[0]
-    if prices.least is not None:
-        lower = _Paths(blocks.ideals, prices, prices.least).shortest(bound)
+    if prices.price is not None:
+        lower = _Paths(blocks.ideals, prices, LEAST).shortest(bound)
         if lower is not None:
             bound, path = lower
             paths.append(path)
@@ -161,7 +161,7 @@ def cheapest(
     found = paths.growing(prices.bound(ideals.blocks), below)
     if found is not None and prices.price is not None:
         least, path = found
-        paths = _Paths(ideals, prices, prices.price)
+        paths = _Paths(ideals, prices, USUAL)
         known = paths.value(path)
         tight = known < math.inf
         found = paths.shortest(min(known, below)) if tight else paths.growing(least, below)
@@ -174,7 +174,7 @@ def _around(blocks: Blocks, prices: Prices) -> Cut | None:
     Sums choose among some orders, then among others that keep the stages of the best so far whole,
     until these are no better. Then so do prices, which take longer.
     """
-    sums = replace(prices, price=None, least=None)
+    sums = replace(prices, price=None)
     best = _improved(blocks, sums, _orders(blocks), ROUNDS)
     if best is not None and prices.price is not None:
         lines = [_line(blocks, best, order) for order in _orders(blocks)[:DRAWS]]
@@ -227,8 +227,8 @@ def _line(blocks: Blocks, assignment: Sequence[int], order: Sequence[int]) -> li
 class _Paths:
     """Paths over a family of down-sets; stages cost their sums where they have no price."""
 
-    def __init__(self, ideals: Ideals, prices: Prices, price: Price | None) -> None:
-        self._ideals, self._prices, self._price = ideals, prices, price
+    def __init__(self, ideals: Ideals, prices: Prices, which: int | None) -> None:
+        self._ideals, self._prices, self._which = ideals, prices, which
         self._once, self._each = ideals.sums(prices.once), ideals.sums(prices.each)
         self._memory: Array | None = None
         if prices.limits is not None:
@@ -255,9 +255,9 @@ class _Paths:
         """Prices a stage."""
         price = self._once[end] - self._once[begin]
         price += self._prices.times[stage] * (self._each[end] - self._each[begin])
-        if self._price is not None:
+        if self._prices.price is not None and self._which is not None:
             sets = self._ideals.sets
-            price = max(price, self._price(sets[begin], sets[end], stage))
+            price = max(price, self._prices.price(sets[begin], sets[end], stage)[self._which])
         return float(price)
 
     def _sums(self, stage: int, begins: Indices, ends: Indices) -> Array:
@@ -305,7 +305,7 @@ class _Paths:
             if not len(begins) or not len(ends):
                 return None
             least = np.maximum(reached[:, None], self._sums(stage, begins, ends))
-            if self._price is None:
+            if self._which is None:
                 origin = least.argmin(axis=0)
                 behind = least[origin, np.arange(len(ends))]
             else:

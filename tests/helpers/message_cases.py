@@ -111,7 +111,7 @@ def a_message_without_tensors(ranks: Communicator) -> None:
         ranks.send([np.zeros(0)], after, 33)
         assert ranks.post_receive([TensorSpec((0,), "float64")], before, 33).wait()[0].size == 0
     ranks.flush()
-    assert ranks._channel.outstanding() == []  # nor is it kept as a message that is yet to come
+    assert ranks.outstanding() == []  # nor is it kept as a message that is yet to come
 
 
 @case
@@ -184,10 +184,8 @@ def values_of_any_kind_and_size(ranks: Communicator) -> None:
 
 
 @case
-def bad_tags_and_arrays_are_refused(ranks: Communicator) -> None:
+def arrays_of_objects_are_refused(ranks: Communicator) -> None:
     after, _ = ring(ranks)
-    spec = [TensorSpec((), "int64")]
-    assert "tag=" in raised(lambda: ranks.post_receive(spec, after, ranks.largest_tag + 1))
     assert "object" in raised(lambda: ranks.send([np.array([{}])], after, 1))
     assert ranks.largest_tag >= 32767
 

@@ -231,12 +231,14 @@ def _combine_segments(
     spec = [TensorSpec(mine.shape, mine.dtype)]
     others = _others(channel)
     receives = {
-        rank: channel.receive(spec, rank, tag, label, None if rows is None else [rows[rank]])
+        rank: channel.post_receive(
+            spec, rank, tag, label=label, into=None if rows is None else [rows[rank]]
+        )
         for rank in (others if mine.size else ())
     }
     for rank in others:
         if segments[rank].stop > segments[rank].start:
-            channel.send([sent[segments[rank]]], rank, tag, label)
+            channel.send([sent[segments[rank]]], rank, tag, label=label)
     yield [*receives.values()]
     if not mine.size:
         return empty(mine.shape, mine.dtype)
@@ -284,11 +286,11 @@ def _spread(
         parts = parts_of(rank)
         if any(part.size for part in parts):
             specs = [TensorSpec(part.shape, part.dtype) for part in parts]
-            receives.append(channel.receive(specs, rank, tag, label, into=parts))
+            receives.append(channel.post_receive(specs, rank, tag, label=label, into=parts))
     mine = parts_of(channel.rank)
     if any(part.size for part in mine):
         for rank in others:
-            channel.send(mine, rank, tag, label)
+            channel.send(mine, rank, tag, label=label)
     yield receives
 
 

@@ -23,7 +23,7 @@ from tarantella_pp.runtime.comm import collectives
 from tarantella_pp.runtime.comm.agreement import Agreement
 from tarantella_pp.runtime.comm.buffers import TensorSpec, as_bytes
 from tarantella_pp.runtime.comm.collectives import CollectiveRequest, Steps, finished
-from tarantella_pp.runtime.comm.messages import Channel, Process, RecvRequest, SendRequest
+from tarantella_pp.runtime.comm.messages import Channel, Process
 from tarantella_pp.runtime.comm.progress import BackgroundProgress, Progress, is_wanted
 from tarantella_pp.runtime.comm.waiting import Limits, Wakeup
 
@@ -38,64 +38,49 @@ _FIRST_BYTES = 1024
 _JSON_TAG = 10
 
 
-class Communicator:
-    """A group of ranks, seen from one of them; without a channel, one process that needs no MPI.
+class Communicator(Channel):
+    """A group of ranks, seen from one of them; by default one process, which needs no MPI.
 
     All collectives are messages of our own: MPI's would keep the core busy, or leave open whom they
     wait for, and its sums may have other bits on each rank or in each run.
     """
 
-    rank: int = 0
-    size: int = 1
+    is_alone: bool = True  # whether the job has one process
     several_hosts: bool = False  # whether the job has; the same on all ranks
-    world_ranks: tuple[int, ...] = (0,)  # number in the job of each process of the group
-    largest_tag: int = 2**31 - 1
-    _channel: Channel | None = None
+    largest_tag: int = 2**31 - 1  # of messages between two ranks
     _splits: int = 0
 
+    def __init__(self) -> None:
+        self.rank, self.size, self.world_ranks = 0, 1, (0,)
+
     @classmethod
-    def of_channel(cls, channel: Channel, largest_tag: int) -> Communicator:
-        """Returns the group of the ranks that a channel connects."""
-        group = cls()
-        group.rank, group.size, group.world_ranks = channel.rank, channel.size, channel.world_ranks
-        group.largest_tag = largest_tag
-        group._channel = channel
-        return group
-
-    def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> SendRequest:
-        """Starts to send tensors to another rank and returns at once.
-
-        No tensor is copied, unless its memory is not contiguous: do not change them before they
-        have arrived. References to them are kept until then.
-        """
-        return self._channel_for(tag, label).send(arrays, dest, tag, label)
-
-    def post_receive(
-        self, specs: Sequence[TensorSpec], source: int, tag: int, *, label: str = ""
-    ) -> RecvRequest:
-        """Makes ready to receive the tensors of one message, and returns at once."""
-        return self._channel_for(tag, label).receive(specs, source, tag, label)
+    def of(cls, process: Process, comm: Any, group: int, largest_tag: int) -> Communicator:
+        """Returns the ranks of an MPI communicator."""
+        found = cls()
+        Channel.__init__(found, process, comm, group)
+        found.is_alone, found.largest_tag = False, largest_tag
+        return found
 
     def progress(self) -> None:
         """Moves on all messages and collectives that this rank has begun; never waits.
 
         Those of all groups: whoever computes for long calls this now and then.
         """
-        if self._channel is not None:
-            self._channel.process.progress.poll()
+        if not self.is_alone:
+            self.process.progress.poll()
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Surrounds a computation of this rank, while which messages may move on.
 
         Inside, no method of any group may be called, nor of what they have returned.
         """
-        background = None if self._channel is None else self._channel.process.background
+        background = None if self.is_alone else self.process.background
         return background or contextlib.nullcontext()
 
     def flush(self) -> None:
         """Waits until everything that was sent has left this rank."""
-        if self._channel is not None:
-            self._channel.flush()
+        if not self.is_alone:
+            super().flush()
 
     def barrier(self) -> None:
         """Waits until every rank of the group has come here."""
@@ -103,7 +88,7 @@ class Communicator:
 
     def broadcast(self, array: _Array, root: int = 0) -> None:
         """Overwrites an array with another rank's."""
-        if self._channel is None or self.size == 1:
+        if self.size == 1:
             return
         # The largest of its bytes and zeros: sent in parts by all ranks, not as a whole by one.
         mine = as_bytes(np.ascontiguousarray(array)) if self.rank == root else None
@@ -128,10 +113,10 @@ class Communicator:
         sends 2 n (size - 1) / size, and receives as many. It goes on in `progress` and in the
         waits of this rank, in other groups, too.
         """
-        if self._channel is None or self.size == 1:
+        if self.size == 1:
             return finished(array)
         first = self._tag_of_collective(tag)
-        steps = collectives.allreduce(self._channel, array, op, sent_as, first, label)
+        steps = collectives.allreduce(self, array, op, sent_as, first, label)
         return self.start(steps, label)
 
     def start_reduce_scatter(
@@ -148,10 +133,10 @@ class Communicator:
 
         The parts have the bits that `start_allreduce` gives.
         """
-        if self._channel is None or self.size == 1:
+        if self.size == 1:
             return finished(array.reshape(-1))
         first = self._tag_of_collective(tag)
-        steps = collectives.reduce_scatter(self._channel, array, counts, op, sent_as, first, label)
+        steps = collectives.reduce_scatter(self, array, counts, op, sent_as, first, label)
         return self.start(steps, label)
 
     def start_allgather(
@@ -163,18 +148,18 @@ class Communicator:
         label: str = "",
     ) -> CollectiveRequest[list[_Array]]:
         """Starts to gather the rows of all ranks, and returns at once."""
-        if self._channel is None or self.size == 1:
+        if self.size == 1:
             return finished([*arrays])
         first = self._tag_of_collective(tag)
-        return self.start(collectives.allgather(self._channel, arrays, rows, first, label), label)
+        return self.start(collectives.allgather(self, arrays, rows, first, label), label)
 
     def start(self, steps: Steps[_Result], label: str) -> CollectiveRequest[_Result]:
         """Starts a collective that is made of others, and returns at once."""
-        return CollectiveRequest(self._channel, steps, label)
+        return CollectiveRequest(None if self.is_alone else self, steps, label)
 
     def broadcast_json(self, value: Any, root: int = 0) -> Any:
         """Returns the value that rank `root` passes, on every rank."""
-        if self._channel is None or self.size == 1:
+        if self.size == 1:
             return value
         if self.rank != root:
             return self.receive_json(root, _JSON_TAG, label="a value for all ranks")
@@ -182,7 +167,7 @@ class Communicator:
 
     def allgather_json(self, value: _Json) -> list[_Json]:
         """Returns the list of the values that all ranks pass, on every rank."""
-        if self._channel is None or self.size == 1:
+        if self.size == 1:
             return [value]
         own = self._send_to_others(value, "a value of each rank")
         return [
@@ -228,54 +213,37 @@ class Communicator:
 
     def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
         """Surrounds a call of the user's script that all ranks must make, and waits for them."""
-        if self._channel is None:
+        if self.is_alone:
             return contextlib.nullcontext()
-        return self._channel.process.agreement.call(self._channel.waiter, method, facts)
+        return self.process.agreement.call(self.waiter, method, facts)
 
     def breaks(self, error: BaseException) -> None:
         """Notes that an error ended a call in the middle of messages; none may follow."""
-        if self._channel is not None:
-            self._channel.process.end_background()
-            self._channel.process.agreement.breaks(error)
+        if not self.is_alone:
+            self.process.end_background()
+            self.process.agreement.breaks(error)
 
     def split(self, color: int, key: int = 0) -> Communicator:
         """Returns the group of the ranks that pass the same `color`."""
-        channel = self._channel
-        if channel is None:
+        if self.is_alone:
             return self
         # MPI has no non-blocking split: let all ranks come here first.
         self.barrier()
         self._splits += 1
         # All members must give the group the same number, and no two groups of a rank may share
         # one.
-        group = zlib.crc32(repr((channel.group, self._splits, color)).encode())
-        part = Channel(channel.process, channel.comm.Split(color, key), group)
-        return self.of_channel(part, self.largest_tag)
+        group = zlib.crc32(repr((self.group, self._splits, color)).encode())
+        return self.of(self.process, self.comm.Split(color, key), group, self.largest_tag)
 
     def abort(self, code: int = 1) -> None:
         """Ends all ranks of the job at once, with an exit code other than 0."""
-        if self._channel is None:
+        if self.is_alone:
             os._exit(code)
-        self._channel.comm.Abort(code)
+        self.comm.Abort(code)
 
     def _tag_of_collective(self, tag: int) -> int:
         """The first of the two tags that the messages of a collective may have."""
         return self.largest_tag + 1 + 2 * tag
-
-    def _channel_for(self, tag: int, label: str) -> Channel:
-        """The channel for messages to or from another rank."""
-        if self._channel is None:
-            raise CommunicationError(
-                "This job has one process, which cannot exchange messages with itself. Start it "
-                "with `tarantella -n <ranks> -- <script>` to have more. "
-                f"Received: tag={tag} for {label or 'a message'}"
-            )
-        if tag > self.largest_tag:  # which are those of collectives
-            raise CommunicationError(
-                f"Tags of this MPI go up to {self.largest_tag}: take fewer micro-batches. "
-                f"Received: tag={tag} for {label or 'a message'}"
-            )
-        return self._channel
 
 
 _world: Communicator | None = None
@@ -311,14 +279,11 @@ def _join(launch: Launch) -> Communicator:
             f"one process, {launch.variable} is left over from another job: unset it."
         )
     with guard.starting_mpi(timeout):  # a script may have started MPI itself
-        channel = _channel_of_all(mpi)
-    # The upper half of the tags is for collectives, two for each of theirs.
-    largest_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)) // 2
-    ranks = Communicator.of_channel(channel, largest_tag)
-    _connect(ranks, channel)
+        ranks = _ranks_of(mpi)
+    _connect(ranks)
     # Functions registered later are called earlier: the guard must first put on record that this
     # rank's script has ended, for a rank that waits for it would otherwise never learn it.
-    atexit.register(_leave, ranks, channel, os.getpid())
+    atexit.register(_leave, ranks, os.getpid())
     guard.install(ranks.rank, ranks.size, ranks.abort)
     if launch.variable != SIZE_VARIABLE:  # else the launcher has done so before the script began
         take_gpu(os.environ, mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED).Get_rank())
@@ -338,19 +303,22 @@ def _import_mpi(launch: Launch) -> Any:
     return MPI
 
 
-def _channel_of_all(mpi: Any) -> Channel:
+def _ranks_of(mpi: Any) -> Communicator:
     """Connects all ranks of the job; all of them must call this."""
     limits, wakeup = Limits.from_environment(), Wakeup()
     # One copy for tensors, one for announcements: their tags cannot mix, nor with tags of
     # a user who calls MPI.
     for_tensors, for_calls = mpi.COMM_WORLD.Dup(), mpi.COMM_WORLD.Dup()
     agreement = Agreement(mpi, for_calls, wakeup.ring)
-    return Channel(Process(mpi, wakeup, limits, agreement, Progress()), for_tensors, group=0)
+    process = Process(mpi, wakeup, limits, agreement, Progress())
+    # The upper half of the tags is for collectives, two for each of theirs.
+    largest_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)) // 2
+    return Communicator.of(process, for_tensors, 0, largest_tag)
 
 
-def _connect(ranks: Communicator, channel: Channel) -> None:
+def _connect(ranks: Communicator) -> None:
     """Tells the ranks of a host how to wake each other, and has messages between hosts move on."""
-    process, comm, mpi = channel.process, channel.comm, channel.process.mpi
+    process, comm, mpi = ranks.process, ranks.comm, ranks.process.mpi
     process.wakeup.connect(ranks.allgather_json(process.wakeup.address))
     ranks.several_hosts = process.wakeup.neighbours < ranks.size
 
@@ -364,13 +332,13 @@ def _connect(ranks: Communicator, channel: Channel) -> None:
         process.background = BackgroundProgress(process.progress.is_open, move_on)
 
 
-def _leave(ranks: Communicator, channel: Channel, pid: int) -> None:
+def _leave(ranks: Communicator, pid: int) -> None:
     """Waits for the other ranks before MPI is finalized, which would take the core meanwhile."""
     if os.getpid() != pid:
         return
     try:
-        channel.process.end_background()
-        channel.process.agreement.end(channel.waiter)
+        ranks.process.end_background()
+        ranks.process.agreement.end(ranks.waiter)
     except CommunicationError as error:
         _LOG.error("rank %d ends the job: %s", ranks.rank, error)
         ranks.abort(1)

@@ -81,7 +81,7 @@ class SendRequest:
         """
         if not self.done():
             self._channel.wait_sent(self)
-        self._channel.progress()
+        self._channel.unsent()
 
     def __str__(self) -> str:
         return f"{self.label or 'a message'} to rank {self.world_rank} (tag {self.tag})"
@@ -214,8 +214,12 @@ class Channel:
         self._expected: dict[int, RecvRequest] = {}
         self._posted: Counter[tuple[int, int]] = Counter()
 
-    def send(self, arrays: Sequence[Any], dest: int, tag: int, label: str) -> SendRequest:
-        """Starts to send a message."""
+    def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> SendRequest:
+        """Starts to send tensors to another rank and returns at once.
+
+        No tensor is copied, unless its memory is not contiguous: do not change them before they
+        have arrived. References to them are kept until then.
+        """
         tensors = [as_array(array) for array in arrays]
         world_rank = self.world_ranks[dest]
         sending = SendRequest(self, label, dest, tag, world_rank)
@@ -229,20 +233,24 @@ class Channel:
                 sending.add(piece)
         self.process.wakeup.announce(world_rank, self.group, self.rank, tag, number)
         # The receiver is on its way; what follows is not waited for.
-        self.progress()  # or a rank that never waits keeps all that it has sent
+        self.unsent()  # or a rank that never waits keeps all that it has sent
         self._outgoing.append(sending)
-        self.process.progress.add_sender(self.progress)
+        self.process.progress.add_sender(self.unsent)
         return sending
 
-    def receive(
+    def post_receive(
         self,
         specs: Sequence[TensorSpec],
         source: int,
         tag: int,
-        label: str,
+        *,
+        label: str = "",
         into: Sequence[NDArray[Any]] | None = None,
     ) -> RecvRequest:
-        """Makes ready to receive a message, into given contiguous memory or into memory of ours."""
+        """Makes ready to receive the tensors of one message, and returns at once.
+
+        They come into given contiguous memory, or into memory of ours.
+        """
         request = RecvRequest(self, specs, source, tag, label, self._posted[source, tag], into)
         self._posted[source, tag] += 1
         if specs:  # a message without tensors is nothing at all
@@ -255,7 +263,7 @@ class Channel:
         del self._expected[id(request)]
         self.process.progress.expected -= 1
 
-    def progress(self) -> Outgoing:
+    def unsent(self) -> Outgoing:
         """Lets go of what has been sent; returns receiver and bytes of each message that is not."""
         if self._outgoing:
             self._outgoing = [sending for sending in self._outgoing if not sending.done()]

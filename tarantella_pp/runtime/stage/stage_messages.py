@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tarantella_pp.errors import CommunicationError
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.runtime.comm.buffers import numpy_dtype
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
@@ -174,6 +175,11 @@ class StageMessages:
         # MPI matches equal tags in the order of sending, and a stage may run micro-batches in
         # another order than the stage before: so no two messages of a step have the same tag.
         tag = _FIRST_TAG + channel + 2 * len(self._edges) * action.micro_batch
+        if tag > self._communicator.largest_tag:
+            raise CommunicationError(
+                f"Messages of this MPI have tags up to {self._communicator.largest_tag}, too few "
+                f"for micro-batch {action.micro_batch}. Take a smaller num_micro_batches."
+            )
         label = f"{'activations' if forward else 'gradients'} {action.source}>{action.target}"
         label += f", micro-batch {action.micro_batch}"
         said = [shape_and_dtype(self._graph, tensor)[1] for tensor in tensors]

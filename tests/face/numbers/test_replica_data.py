@@ -120,9 +120,9 @@ class Counted:
         self.rows = 0
         send, forward = Channel.send, Stage.forward
 
-        def counting_send(channel, arrays, dest, tag, label):
+        def counting_send(channel, arrays, dest, tag, *, label=""):
             self.sent[label.split(",")[0]] += sum(np.asarray(array).nbytes for array in arrays)
-            return send(channel, arrays, dest, tag, label)
+            return send(channel, arrays, dest, tag, label=label)
 
         def counting_forward(stage, micro_batch, inputs, *more, **options):
             self.rows += int(inputs[0].shape[0])

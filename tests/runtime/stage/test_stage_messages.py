@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.runtime.stubs import PLAIN, Seconds, StubPipeline, chain
+from tarantella_pp.errors import CommunicationError
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.recorder import Recorder
 from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries, stage_edges
@@ -66,6 +67,8 @@ def test_schedules_with_all_forwards_first_have_a_window(name, stages, ranks, wi
 class MemoryRank:
     """A rank whose messages stay in memory, matched as MPI does: equal tags in their order."""
 
+    largest_tag = 1 << 20
+
     def __init__(self, sent):
         self._sent, self._posted = sent, Counter()
 
@@ -99,3 +102,13 @@ def test_stages_may_run_micro_batches_in_different_orders(sent, received, direct
     for action in receives:
         messages.expect(action)
         assert messages.receive(action) == [action.micro_batch]
+
+
+def test_more_messages_than_mpi_has_tags_are_refused():
+    edges = stage_edges(stage_boundaries(graph := chain(2, 1), [0, 1], 2))
+    rank = MemoryRank(defaultdict(list))
+    rank.largest_tag = 1100
+    messages = StageMessages(rank, graph, edges, [0, 1], conversion=PLAIN)
+    messages.send(Transfer(0, 1, "S", "F", 30), [np.array(0)])
+    with pytest.raises(CommunicationError, match="smaller num_micro_batches"):
+        messages.send(Transfer(0, 1, "S", "F", 40), [np.array(0)])

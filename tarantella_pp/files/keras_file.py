@@ -30,8 +30,9 @@ from tarantella_pp.internals.model_files import (
     load_state,
     save_state,
 )
+from tarantella_pp.runtime.comm.buffers import give_back
 from tarantella_pp.runtime.weights.remote_variables import let_go, only_own_assigned, rows_of
-from tarantella_pp.runtime.weights.value_stream import give_back, tensor_of
+from tarantella_pp.runtime.weights.value_stream import tensor_of
 
 _MIB = 2**20
 # As Keras refuses them: members that are small on the disk, and fill it when they are unpacked.

@@ -5,6 +5,7 @@ The C library hands large blocks out again, and need not map fresh pages: see `a
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,6 +22,9 @@ Bytes = NDArray[np.uint8]
 ALIGNMENT = 64
 # MPI counts are 32-bit, and Open MPI refuses messages of 2 GiB and more.
 LARGEST_PIECE = 1 << 30
+# Bytes that are worth giving back to the system.
+_LARGE = 1 << 22
+_LIBRARY = ctypes.CDLL(None)
 
 
 def numpy_dtype(dtype: str | np.dtype[Any] | type[Any]) -> np.dtype[Any]:
@@ -98,3 +102,14 @@ def empty(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """Returns an array with any content on memory as messages are received into."""
     spec = TensorSpec(shape, dtype)
     return aligned_memory(spec.nbytes).view(numpy_dtype(dtype)).reshape(shape)
+
+
+def give_back(freed: int = _LARGE) -> None:
+    """Gives memory that was freed back to the system, if it is worth the time.
+
+    The launcher has the C library keep what tensors free, for the next step will take it again.
+    What it takes to make a first value, to write a file or to read one, is not taken again.
+    """
+    # only glibc has it
+    if freed >= _LARGE and (trim := getattr(_LIBRARY, "malloc_trim", None)) is not None:
+        trim(0)

@@ -28,6 +28,7 @@ from tarantella_pp.internals.state import (
     initializer_of,
     needs_only_shapes,
 )
+from tarantella_pp.runtime.comm.buffers import give_back
 from tarantella_pp.runtime.comm.communicator import TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import (
     elements_of,
@@ -35,7 +36,7 @@ from tarantella_pp.runtime.comm.tensor_buffers import (
     variable_bytes,
     variable_dtype,
 )
-from tarantella_pp.runtime.weights.value_stream import ValuePieces, give_back
+from tarantella_pp.runtime.weights.value_stream import ValuePieces
 
 OF_WEIGHTS = (
     "Weight '{path}' is trained on another rank, and its value on this one is out of date. Call "

@@ -10,7 +10,6 @@ So no rank has more than its own share of a model and one piece of others.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.internals.model_files import goes_in_pieces
-from tarantella_pp.runtime.comm.buffers import aligned_memory, numpy_dtype
+from tarantella_pp.runtime.comm.buffers import aligned_memory, give_back, numpy_dtype
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import elements_of, to_tensor
 
@@ -117,23 +116,6 @@ class ValueStream:
             size = value.nbytes
             del value
             give_back(size)
-
-
-_LARGE = 2**22
-
-
-def give_back(freed: int = _LARGE) -> None:
-    """Gives memory that was freed back to the system, if it is worth the time.
-
-    The launcher has the C library keep what tensors free, for the next step will take it again.
-    What it takes to make a first value, to write a file or to read one, is not taken again.
-    """
-    # only glibc has it
-    if freed >= _LARGE and (trim := getattr(_LIBRARY, "malloc_trim", None)) is not None:
-        trim(0)
-
-
-_LIBRARY = ctypes.CDLL(None)
 
 
 def tensor_of(dataset: Any) -> tf.Tensor | None:

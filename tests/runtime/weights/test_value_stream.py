@@ -19,7 +19,7 @@ from tarantella_pp.runtime.weights.value_stream import tensor_of
 
 MEBIBYTES = """
 import psutil, numpy
-from tarantella_pp.runtime.weights.value_stream import give_back
+from tarantella_pp.runtime.comm.buffers import give_back
 resident = lambda: psutil.Process().memory_info().rss >> 20
 kept, below = [numpy.ones(2**22) for _ in range(4)], numpy.ones(4)
 before = resident()

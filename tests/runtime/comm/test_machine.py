@@ -15,7 +15,7 @@ from tarantella_pp.runtime.comm.communicator import Communicator
 class Link(Communicator):
     """A link to itself that takes its time."""
 
-    size = 2
+    rank, size = 0, 2
 
     def __init__(self, bandwidth, latency):
         self.now, self._bandwidth, self._latency = 0.0, bandwidth, latency

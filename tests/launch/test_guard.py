@@ -26,12 +26,3 @@ def test_a_failed_rank_ends_the_job(python, fault, wait, cause):
     assert len(headlines) == 1, result.stderr
     assert "rank 1 of 2 on host " in headlines[0]
     assert cause in headlines[0]
-
-
-def test_a_rank_that_never_starts_mpi_is_waited_for_as_long_as_is_allowed(python, monkeypatch):
-    monkeypatch.setenv("TNT_TIMEOUT", "2")
-    with mpiexec(python, 2, "early.py") as job:
-        result = job.result()
-        assert not job.wait_until_gone(seconds=3)
-    assert result.code != 0
-    assert "early.py" in result.stderr

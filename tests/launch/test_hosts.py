@@ -65,9 +65,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     ("slots", "ranks", "per_node", "counts"),
     [
         ([None, None], None, None, [1, 1]),
-        ([None, None, None], 5, None, [2, 2, 1]),
-        ([None, None], 1, None, [1]),
-        ([2, 3], 3, None, [2, 1]),
         ([None, 3], None, None, [1, 3]),
         ([None, None], None, 4, [4, 4]),
         ([4, 4], 3, 2, [2, 1]),

@@ -161,17 +161,6 @@ def test_stages_that_recompute_keep_what_they_receive():
 
 
 ROWS = 6
-WAYS = [
-    {"replicas": 2},
-    {"replicas": 3, "gradient_dtype": "bfloat16"},
-    {"replicas": 2, "shard_optimizer": True},
-    {
-        "replicas": 3,
-        "shard_optimizer": True,
-        "gradient_dtype": "bfloat16",
-        "fusion_threshold": 100,
-    },
-]
 
 
 def reduced(graph, share, **options):
@@ -228,6 +217,7 @@ def test_a_table_that_is_multiplied_has_a_dense_gradient(name):
 
 def test_frozen_weights_stay_where_they_are():
     graph = READ["frozen_start"]
-    for options in WAYS:
+    for sharded in (False, True):
+        options = {"replicas": 2, "shard_optimizer": sharded}
         for size, weight in zip(reduced(graph, 0.5, **options), graph.weights, strict=True):
             assert (size > 0) == weight.trainable

@@ -121,8 +121,8 @@ def _config_of(loss: Any) -> str | None:
     parts = (type(loss), getattr(loss, "fn", type(loss)))
     if not all(str(part.__module__).startswith("keras.") for part in parts):
         return None
-    config = loss.get_config().items()
-    return repr([*parts, loss.dtype, *(x for x in config if x[0] not in ("name", "reduction"))])
+    # Its `get_config` may leave out options, as that of `CosineSimilarity` does the axis.
+    return repr([*parts, *(x for x in vars(loss).items() if x[0] not in ("name", "reduction"))])
 
 
 def _all_kinds(loss: Any, sizes: list[int], own: tuple[int, ...] | None) -> frozenset[str] | None:

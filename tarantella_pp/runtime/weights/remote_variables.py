@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,7 +40,9 @@ from tarantella_pp.runtime.weights.value_stream import ValuePieces
 OF_WEIGHTS = (
     "Weight '{path}' is trained on another rank, and its value on this one is out of date. Call "
     "`get_weights()` of the PipelineModel on all ranks: it brings all weights of all layers up to "
-    "date, until the next training step."
+    "date, until the next training step. Before a callback that reads it put, on all ranks, "
+    "`keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: model.get_weights())`, or the same "
+    "with the hook that reads."
 )
 OF_METRICS = (
     "Metric variable '{path}' is updated on another rank, and its value on this one is out of "
@@ -221,17 +222,7 @@ def _found(variable: Any) -> ValuePieces:
 
 
 def _error(variable: Any) -> StaleWeightError:
-    message = variable._stale.format(path=variable.path)
-    stack = ((f.f_locals.get("self"), f.f_code.co_name) for f, _ in traceback.walk_stack(None))
-    asking = [(who, name) for who, name in stack if isinstance(who, keras.callbacks.Callback)]
-    hook = next((name for _, name in asking if name.startswith("on_")), "")
-    if hook:  # weights are not gathered for it unasked: a rank may have no memory for all of them
-        message += (
-            f" Callback {type(asking[0][0]).__name__} reads it in {hook}: put before it, on all "
-            f"ranks, keras.callbacks.LambdaCallback({hook}=lambda n, logs=None: "
-            "model.get_weights())."
-        )
-    return StaleWeightError(message)
+    return StaleWeightError(variable._stale.format(path=variable.path))
 
 
 _KINDS: dict[type, type] = {}  # the class of remote variables of each class of variables

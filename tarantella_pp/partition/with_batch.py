@@ -30,17 +30,25 @@ def with_batch(
     outputs: OutputUse,
     in_flight: Sequence[int] | None = None,
 ) -> Plan:
-    """Returns a plan for another batch; with `in_flight` all forward passes come first."""
+    """Returns a plan for another batch; with `in_flight` all forward passes come first.
+
+    What the rules say of the change comes on top of the plan's own figures, for these may be
+    measured. What stages hold is as planned, unless it is given.
+    """
     longer = batch_size / plan.batch_size
     gpipe = {} if in_flight is None else {"schedule": "gpipe", "schedule_text": None}
-    changed = msgspec.structs.replace(
-        plan,
-        batch_size=batch_size,
-        stages=tuple(_longer(stage, longer) for stage in plan.stages),
-        outputs=outputs,
-        **gpipe,
-    )
-    return _recounted(plan, changed, graph, in_flight)
+    changed = msgspec.structs.replace(plan, batch_size=batch_size, outputs=outputs, **gpipe)
+    planned = tuple(stage.in_flight for stage in plan.stages)
+    before, _ = _figures(plan, graph, planned)
+    now, cuts = _figures(changed, graph, planned if in_flight is None else tuple(in_flight))
+    stages = []
+    for stage, old, new in zip(plan.stages, before, now, strict=True):
+        more = {name: getattr(new, name) - getattr(old, name) for name in _GROWING}
+        sizes = {name: max(0, getattr(stage, name) + size) for name, size in more.items()}
+        stages.append(
+            msgspec.structs.replace(_longer(stage, longer), in_flight=new.in_flight, **sizes)
+        )
+    return msgspec.structs.replace(changed, stages=tuple(stages), cuts=cuts)
 
 
 def _longer(stage: StagePlan, times: float) -> StagePlan:
@@ -49,26 +57,6 @@ def _longer(stage: StagePlan, times: float) -> StagePlan:
         return stage
     forward, backward = times * stage.forward_seconds, times * stage.backward_seconds
     return msgspec.structs.replace(stage, forward_seconds=forward, backward_seconds=backward)
-
-
-def _recounted(
-    plan: Plan, changed: Plan, graph: LayerGraph, in_flight: Sequence[int] | None = None
-) -> Plan:
-    """Gives a plan that was changed its figures.
-
-    What the rules say of the change comes on top of the plan's own figures, for these may be
-    measured. What stages hold is as planned, unless it is given.
-    """
-    planned = tuple(stage.in_flight for stage in plan.stages)
-    held = planned if in_flight is None else tuple(in_flight)
-    before, _ = _figures(plan, graph, planned)
-    now, cuts = _figures(changed, graph, held)
-    stages = []
-    for stage, old, new in zip(changed.stages, before, now, strict=True):
-        more = {name: getattr(new, name) - getattr(old, name) for name in _GROWING}
-        sizes = {name: max(0, getattr(stage, name) + size) for name, size in more.items()}
-        stages.append(msgspec.structs.replace(stage, in_flight=new.in_flight, **sizes))
-    return msgspec.structs.replace(changed, stages=tuple(stages), cuts=cuts)
 
 
 def _figures(

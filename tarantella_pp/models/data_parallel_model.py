@@ -110,7 +110,7 @@ class Model(PipelineModel):
                 f"{self.plan.num_stages} stages"
             )
         if inputs is not None and model.compiled and not self.compiled:
-            self._compile_as(model)
+            self._compile_like(model)
 
 
 def _called_with(model: Any, inputs: Any) -> keras.Model:
@@ -203,14 +203,6 @@ class OwnStepModel(TrainingLoops):
 
     _engine: ReplicaSteps
     _plain: keras.Model
-
-    @property
-    def plan(self) -> Any:
-        """None: nothing of a step of the user's is cut or planned."""
-        raise ConfigurationError(
-            f"Model '{self.name}' runs steps of its own, each rank with its share of a batch: "
-            "there is nothing to plan."
-        )
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Configures training as the user's class does; all ranks must call it."""

@@ -89,13 +89,7 @@ def load_model(
         )
         distributed = _wrapped(model, options)
         if by_share:
-            try:
-                _compile_as(distributed, compilation if compile else None, objects, safe_mode)
-            except ConfigurationError as error:
-                raise ConfigurationError(
-                    f"The model of file {file.name} cannot be compiled as it was: {error} Load it "
-                    "with `compile=False`."
-                ) from error
+            _compile_as(distributed, compilation if compile else None, objects, safe_mode)
             with world().call("load_model (weights)"):
                 distributed._read_state(file)
     return distributed

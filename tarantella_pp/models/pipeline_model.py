@@ -167,7 +167,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             )  # fmt: skip
             self._engine.weights.start_alike()
         if model.compiled:
-            self._compile_as(model)
+            self._compile_like(model)
 
     def _freeze_whole(self, model: keras.Model) -> None:
         """Takes over the flag of a model that is frozen as a whole; its layers keep their own."""
@@ -176,17 +176,10 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         for layer, flag in flags:
             layer.trainable = flag
 
-    def _compile_as(self, model: keras.Model) -> None:
+    def _compile_like(self, model: keras.Model) -> None:
         """Takes over optimizer, loss and metrics of the wrapped model."""
         model.reset_metrics()  # Keras' `fit` does not at first, of metrics that are not its own
-        try:
-            self.compile(**compiled_with(model))
-        except ConfigurationError as error:
-            raise ConfigurationError(
-                f"Model '{model.name}' is compiled, so its pipeline is compiled alike, which does "
-                f"not work: {error} Compile the model otherwise before you wrap it, or load it "
-                "with `compile=False`."
-            ) from error
+        self.compile(**compiled_with(model))
 
     @property
     def layers(self) -> list[keras.layers.Layer]:

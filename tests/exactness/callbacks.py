@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import csv
-import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import keras
-import numpy as np
-import tensorflow as tf
 from keras import callbacks
 
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tests.exactness.classes import classes_in
-from tests.exactness.trials import EVENLY, ROUNDING, Trial
+from tests.exactness.trials import EVENLY, Part, Trial
 from tests.helpers.training import WEIGHTS, Case, X, Y
 from tests.zoo.models import mlp
 
@@ -81,49 +78,42 @@ MADE: dict[str, Callable[[Path, Seen], Any]] = {
     ),
     "Callback(evaluate, predict)": lambda folder, seen: [Loops(), recorder(seen)],
 }
-IN_FLOAT32 = ("TensorBoard",)
+ALONE = ("BackupAndRestore", "OrbaxCheckpoint", "TensorBoard")
 BATCH = EVENLY
 SAMPLES = 2 * BATCH
 
 
-def kinds() -> dict[str, Callable[[Path, Seen], Any]]:
-    """All callbacks that Keras has."""
-    found = {name: MADE[name] for name in classes_in(callbacks, NOT_TRIED)}
-    return found | {name: MADE[name] for name in MADE if name not in found}
+def parts() -> list[Part]:
+    """All callbacks that Keras has, and more of them."""
+    names = dict.fromkeys([*classes_in(callbacks, NOT_TRIED), *MADE])
+    return [Part(name, MADE[name], None if name in ALONE else "fit") for name in names]
 
 
-def trials() -> dict[str, Callable[[], Trial]]:
-    """What makes the trial of each callback, in two epochs of `fit`."""
-    return {name: functools.partial(_trial, name, make) for name, make in kinds().items()}
+def trial(parts: Sequence[Part]) -> Trial:
+    """Two epochs of `fit` with some callbacks."""
 
-
-def _trial(name: str, make: Callable[[Path, Seen], Any]) -> Trial:
-    limit = 1e-5 if name in IN_FLOAT32 else ROUNDING
-    return Trial(name, _case(name), Fit(make), limit, again=True)
-
-
-def _case(name: str) -> Case:
     def compiled() -> dict[str, Any]:
-        ema = name == "SwapEMAWeights"
-        return {"optimizer": keras.optimizers.Adam(0.05, use_ema=ema), "loss": "mse"}
+        return {"optimizer": keras.optimizers.Adam(0.05, use_ema=True), "loss": "mse"}
 
-    return Case(mlp, X[:SAMPLES], Y[:SAMPLES], compiled)
+    case = Case(mlp, X[:SAMPLES], Y[:SAMPLES], compiled)
+    return Trial(case, Fit([part.value for part in parts]))
 
 
 class Fit:
     """Trains with callbacks; returns what they did, saw, sent and wrote."""
 
-    def __init__(self, make: Callable[[Path, Seen], Any]) -> None:
-        self._make = make
+    def __init__(self, makers: Sequence[Callable[[Path, Seen], Any]]) -> None:
+        self._makers = makers
 
     def __call__(self, model: keras.Model, case: Case) -> dict[str, Any]:
         ranks = world() if isinstance(model, PipelineModel) else Communicator()
         folder = Path(ranks.broadcast_json(tempfile.mkdtemp() if ranks.rank == 0 else None))
         seen: Seen = []
+        made = keras.tree.flatten([make(folder, seen) for make in self._makers])
         with mock.patch("requests.post") as post:
             told = model.fit(
                 case.x, case.y, sample_weight=WEIGHTS[:SAMPLES], batch_size=BATCH, epochs=2,
-                shuffle=False, verbose=0, callbacks=self._make(folder, seen),
+                shuffle=False, verbose=0, callbacks=made,
             )  # fmt: skip
         sent = ranks.allgather_json([call.args[1] for call in post.call_args_list])
         found = {
@@ -156,17 +146,4 @@ def written(folder: Path) -> dict[str, Any]:
             model = mlp()
             model.load_weights(path)
             found[name] = [w.tolist() for w in model.get_weights()]
-        elif "tfevents" in path.name:
-            found[str(path.parent.relative_to(folder))] = events(path)
-    return found
-
-
-def events(path: Path) -> dict[str, Any]:
-    """The numbers that TensorBoard would show, but those of time."""
-    found: dict[str, Any] = {}
-    for event in tf.compat.v1.train.summary_iterator(str(path)):
-        for value in event.summary.value:
-            array = np.asarray(tf.make_ndarray(value.tensor))
-            if array.dtype.kind == "f" and "per_second" not in value.tag:
-                found.setdefault(value.tag, []).append(array.tolist())
     return found

@@ -7,34 +7,32 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as fnmatch
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import layers, ops
 
+from tests.exactness import expected
 from tests.exactness.classes import arguments_of, classes_in
-from tests.exactness.trials import EVENLY, ROUNDING, Trial, models_together, predicting
+from tests.exactness.trials import EVENLY, ROUNDING, Part, Trial, steps, training
 from tests.helpers.draws import more_asked_for
 from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 
-NOT_BUILT = {
+NOT_TRIED = {
+    "AugMix": "draws with Python's `random` when it is traced, which is refused; takes minutes",
+    "Equalization": "Keras itself makes no model with it",
     "FlaxLayer": "needs Flax",
     "InputLayer": "is in every model",
     "InputSpec": "is no layer",
     "JaxLayer": "needs JAX",
     "Layer": "the base class of all layers",
+    "RandAugment": "Keras itself cannot train with it in float64",
+    "RandomRotation": "Keras itself cannot train with it in float64",
     "TFSMLayer": "needs a SavedModel",
     "TorchModuleWrapper": "needs PyTorch",
     "Wrapper": "the base class of wrappers",
 }
-NOT_TRIED = NOT_BUILT | {
-    "AugMix": "draws with Python's `random` when it is traced, which is refused; takes minutes",
-    "Equalization": "Keras itself makes no model with it",
-    "RandAugment": "Keras itself cannot train with it in float64",
-    "RandomRotation": "Keras itself cannot train with it in float64",
-}
-
 Shape = tuple[int, ...]
 IMAGE, SEQUENCE, VOLUME, FILM, VECTOR = (6, 6, 3), (5, 3), (4, 4, 4, 2), (2, 3, 3, 3, 2), (6,)
 # What a layer is tried with, the first that it takes.
@@ -96,6 +94,8 @@ MADE: dict[str, Callable[[], layers.Layer]] = {
 }
 NUMBERS = ("CategoryEncoding", "Embedding", "Hashing", "IntegerLookup", "ReversibleEmbedding")
 STRINGS = ("StringLookup", "TextVectorization")
+IN_FLOAT32 = ("*Pooling3D", "MelSpectrogram")
+"""What TensorFlow has no other kernels for."""
 
 
 class AddsLoss(layers.Layer):
@@ -145,86 +145,98 @@ FORMS = (
 )
 
 
+class Source(NamedTuple):
+    """An input of a model; floats pass a dense layer, so that gradients flow through others."""
+
+    shape: Shape
+    dtype: str
+    seed: int
+
+    def data(self) -> Any:
+        """Values for it."""
+        if self.dtype == "float64":
+            return floats(*self.shape, seed=self.seed)
+        values = integers(5, *self.shape, seed=self.seed)
+        return np.array(list("abcab"))[values] if self.dtype == "string" else values
+
+
+BESIDE = Source((4,), "float64", 9)
+"""Of a branch that is trained in front of layers which take no gradients."""
+
+
 @dataclass(frozen=True)
 class Middle:
-    """How a layer is put into the middle of a model.
-
-    Attributes:
-        make: Makes the layer.
-        shapes: Shapes of its inputs.
-        dtype: Their type. Floats come from a dense layer, so that gradients flow through the
-            layer; others are inputs of the model, which then has a branch beside the layer.
-        policy: In which type the layer computes.
-        form: Calls it.
-    """
+    """How a layer is put into the middle of a model: made, given its inputs, and called."""
 
     make: Callable[[], layers.Layer]
-    shapes: Sequence[Shape]
-    dtype: str
+    sources: Sequence[Source]
     policy: str
     form: Callable[[layers.Layer, list[Any]], Any]
 
-    def build(self) -> keras.Model:
-        """Makes the model."""
-        inputs = given = [keras.Input(shape, dtype=self.dtype) for shape in self.shapes]
-        if self.dtype == "float64":
-            given = [layers.Dense(x.shape[-1])(x) for x in inputs]
-        results = keras.tree.flatten(self.form(self.layer(), given))
-        parts = [layers.Flatten()(ops.cast(result, "float64")) for result in results]
-        if self.dtype != "float64":
-            inputs = [*inputs, keras.Input((4,))]
-            parts.append(layers.Dense(4, activation="tanh")(inputs[-1]))
-        x = layers.Concatenate()(parts) if len(parts) > 1 else parts[0]
-        x = layers.Dense(4, activation="tanh")(x)
-        return keras.Model(inputs, layers.Dense(2)(x))
-
-    def layer(self) -> layers.Layer:
-        """Makes the layer."""
+    def results(self, given: list[Any]) -> list[Any]:
+        """What a new layer makes of its inputs."""
         keras.config.set_dtype_policy(self.policy)
         try:
-            return self.make()
+            layer = self.make()
         finally:
             keras.config.set_dtype_policy("float64")
+        return keras.tree.flatten(self.form(layer, given))
 
     def check(self) -> None:
         """Raises an exception unless the layer takes symbols and numbers, and gives the same."""
-        values = [ops.convert_to_tensor(v[:2]) for v in self.data()[: len(self.shapes)]]
+        values = [ops.convert_to_tensor(source.data()[:2]) for source in self.sources]
         symbols = [keras.KerasTensor(value.shape, value.dtype) for value in values]
-        found = [keras.tree.flatten(self.form(self.layer(), given)) for given in (symbols, values)]
-        shapes = [[tuple(result.shape) for result in results] for results in found]
+        shapes = [[tuple(r.shape) for r in self.results(given)] for given in (symbols, values)]
         if shapes[0] != shapes[1]:
             raise ValueError(f"Symbols give {shapes[0]}, numbers {shapes[1]}")
 
-    def data(self) -> list[Any]:
-        """Inputs for the model."""
-        if self.dtype == "float64":
-            return [floats(*shape, seed=i) for i, shape in enumerate(self.shapes)]
-        values = [integers(5, *shape, seed=i) for i, shape in enumerate(self.shapes)]
-        if self.dtype == "string":
-            values = [np.array(list("abcab"))[v] for v in values]
-        return [*values, floats(4)]
+
+def sources_of(middles: Sequence[Middle]) -> list[Source]:
+    """The inputs of a model with some layers."""
+    return list(dict.fromkeys([s for middle in middles for s in middle.sources] + [BESIDE]))
 
 
-def ways_of(name: str) -> Iterator[tuple[Sequence[Shape], str, str]]:
-    """Shapes, their dtype and the precision that a layer is tried with, in this order."""
+def model_of(middles: Sequence[Middle]) -> keras.Model:
+    """Some layers side by side, between dense layers."""
+    inputs = {
+        source: keras.Input(source.shape, dtype=source.dtype) for source in sources_of(middles)
+    }
+    given = {
+        source: layers.Dense(x.shape[-1])(x) if source.dtype == "float64" else x
+        for source, x in inputs.items()
+    }
+    results = [r for middle in middles for r in middle.results([given[s] for s in middle.sources])]
+    parts = [layers.Flatten()(ops.cast(result, "float64")) for result in results]
+    x = layers.Concatenate()([*parts, given[BESIDE]])
+    x = layers.Dense(4, activation="tanh")(x)
+    return keras.Model(list(inputs.values()), layers.Dense(2)(x))
+
+
+def ways_of(name: str) -> Iterator[list[Source]]:
+    """What a layer is tried with, in this order."""
+    dtype, shapes = "float64", INPUTS
     if name in NUMBERS:
-        yield [(5,)], "int32", "float64"
+        dtype, shapes = "int32", [[(5,)]]
     elif name == "HashedCrossing":
-        yield [(1,), (1,)], "int32", "float64"
+        dtype, shapes = "int32", [[(1,), (1,)]]
     elif name in STRINGS:
-        yield [(1,)], "string", "float64"
-    else:
-        likely = USUAL.get(name[-2:])
-        shapes_of = [[likely], *INPUTS] if likely else INPUTS
-        for policy, shapes in itertools.product(("float64", "float32"), shapes_of):
-            yield shapes, "float64", policy
+        dtype, shapes = "string", [[(1,)]]
+    elif name[-2:] in USUAL:
+        shapes = [[USUAL[name[-2:]]], *INPUTS]
+    for some in shapes:
+        yield [Source(shape, dtype, seed) for seed, shape in enumerate(some)]
+
+
+def policy_of(name: str) -> str:
+    """In which type a layer computes."""
+    return "float32" if any(fnmatch(name, pattern) for pattern in IN_FLOAT32) else "float64"
 
 
 def middle_of(name: str, make: Callable[[], layers.Layer]) -> Middle:
     """The first way in which Keras runs a layer."""
     errors: list[Exception] = []
-    for way, form in itertools.product(ways_of(name), FORMS):
-        middle = Middle(make, *way, form)
+    for sources, form in itertools.product(ways_of(name), FORMS):
+        middle = Middle(make, sources, policy_of(name), form)
         try:
             middle.check()
         except Exception as error:
@@ -242,21 +254,22 @@ Y = floats(2, seed=5)
 WEIGHTS = {"sample_weight": np.random.default_rng(4).uniform(0.2, 2, size=SAMPLES)}
 
 
-def trials() -> dict[str, Callable[[], Trial]]:
-    """What makes the trial of each layer, which takes time; those `ON_DEMAND` only then."""
-    return {
-        name: functools.partial(trial, name, make)
+def parts() -> list[Part]:
+    """Each layer; those `ON_DEMAND` only then."""
+    return [
+        Part(name, make, policy_of(name))
         for name, make in kinds().items()
         if more_asked_for() or name in USUALLY or not any(fnmatch(name, p) for p in ON_DEMAND)
-    }
+    ]
 
 
-def trial(name: str, make: Callable[[], layers.Layer]) -> Trial:
-    """A layer in a model of its own."""
-    middle = middle_of(name, make)
-    case = Case(
-        middle.build, middle.data(), Y, lambda: {"optimizer": sgd(), "loss": "mse"}, WEIGHTS
-    )
-    limit = ROUNDING if middle.policy == "float64" else 1e-5
-    run = functools.partial(predicting, rows=EVENLY)
-    return Trial(name, case, run, limit, family=limit, join=models_together)
+def trial(parts: Sequence[Part]) -> Trial:
+    """Layers in one model. What draws random numbers in training must not do so later."""
+    middles = [middle_of(part.name, part.value) for part in parts]
+    data = [source.data() for source in sources_of(middles)]
+    build = functools.partial(model_of, middles)
+    case = Case(build, data, Y, lambda: {"optimizer": sgd(), "loss": "mse"}, WEIGHTS)
+    limit = ROUNDING if middles[0].policy == "float64" else 1e-5
+    exact = all(expected.outcome("layers", part.name) == expected.EXACT for part in parts)
+    run = functools.partial(training if exact else steps, rows=EVENLY)
+    return Trial(case, run, limit, eagerly=exact)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase as fnmatch
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import layers, losses, ops
 
+from tests.exactness import expected
 from tests.exactness.classes import classes_in
-from tests.exactness.expected import reason
-from tests.exactness.trials import NOT_IN_KERAS, ROUNDING, Trial, Verdict, training
+from tests.exactness.trials import ROUNDING, Part, Trial, training
 from tests.helpers.draws import more_asked_for
 from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 
@@ -61,27 +62,29 @@ VARIANTS = {
 }
 
 
-def sequences(masked: bool) -> keras.Model:
-    """A distribution at each step, masked where the id is 0."""
+def one_or_all(items: list[Any]) -> Any:
+    """As Keras takes what belongs to outputs."""
+    return items[0] if len(items) == 1 else items
+
+
+def sequences(masked: bool, heads: int) -> keras.Model:
+    """Distributions at each step, masked where the id is 0."""
     inputs = keras.Input((TIMES, 4))
     x = layers.Masking()(inputs) if masked else inputs
     x = layers.Dense(5, activation="tanh")(x)
     x = layers.Dense(5, activation="tanh")(x)
-    return keras.Model(inputs, layers.Dense(CLASSES, activation="softmax")(x))
+    outputs = [layers.Dense(CLASSES, activation="softmax", name=f"{i}")(x) for i in range(heads)]
+    return keras.Model(inputs, one_or_all(outputs))
 
 
-def vectors(masked: bool) -> keras.Model:
+def vectors(masked: bool, heads: int) -> keras.Model:
     """A unit vector for each sample, masked where the first id is 0."""
     ids = keras.Input((TIMES,), dtype="int32")
     x = layers.Dense(CLASSES)(layers.Flatten()(layers.Embedding(5, 4)(ids)))
     x = layers.UnitNormalization()(x)
     if masked:
         x = layers.Masking()(x * ops.cast(ids[:, :1] > 0, x.dtype))
-    return keras.Model(ids, x)
-
-
-VECTORS = {masked: functools.partial(vectors, masked) for masked in (False, True)}
-SEQUENCES = {masked: functools.partial(sequences, masked) for masked in (False, True)}
+    return keras.Model(ids, one_or_all([x] * heads))
 
 
 def kinds() -> dict[str, Callable[..., losses.Loss]]:
@@ -89,54 +92,78 @@ def kinds() -> dict[str, Callable[..., losses.Loss]]:
     return classes_in(losses, NOT_TRIED) | VARIANTS
 
 
-def model_and_targets(name: str) -> tuple[dict[bool, Any], Any, Any]:
-    """What a loss is tried with: models without and with masks, inputs and targets."""
+def targets_of(name: str) -> Any:
+    """Targets that a loss understands."""
     if name == "Circle":
-        return VECTORS, IDS, LABELS[:, 0]
+        return LABELS[:, 0]
     if name == "CTC":
-        return SEQUENCES, STEPS, LABELS[:, :2] % 2 + 1
+        return LABELS[:, :2] % 2 + 1
     if name.startswith("Sparse") or "Generalized" in name:
-        return SEQUENCES, STEPS, LABELS
+        return LABELS
     if name.startswith(("Mean", "Huber", "LogCosh", "Poisson", "Cosine", "KL")):
-        return SEQUENCES, STEPS, POSITIVE
-    return SEQUENCES, STEPS, ONE_HOT
+        return POSITIVE
+    return ONE_HOT
 
 
-def trials() -> dict[str, Callable[[], Trial]]:
-    """What makes trials of each loss, in one reduction and way; with all of them on demand.
+ALONE = ("CTC", "Circle", "Dice", "Tversky", "*(axis*", "a subclass")
+"""Others in the same model would be computed on the whole batch, as these are, or in float32."""
+
+
+class Way(NamedTuple):
+    """A loss, and how it is tried."""
+
+    name: str
+    make: Callable[..., losses.Loss]
+    reduction: str
+    masks_and_weights: str
+
+
+def parts() -> list[Part]:
+    """Each loss in one reduction and way; in all of them on demand.
 
     Losses take in turn the next reduction and way that Keras trains them with, so that all are
     tried with one loss or another.
     """
-    found = dict[str, Callable[[], Trial]]()
+    found = []
     ways = list(itertools.product(REDUCTIONS, WAYS))
     for number, (name, make) in enumerate(kinds().items()):
-        chosen = [("mean", "masked, weighted"), *ways]
-        if not more_asked_for():
-            turn = number % len(ways)
-            chosen = [next(way for way in ways[turn:] + ways[:turn] if _is_in_keras(name, *way))]
-        for reduction, way in chosen:
-            title = f"{name}, {reduction}, {way}"
-            found[title] = functools.partial(_trial, title, name, make, reduction, way)
+        every = [Way(name, make, *way) for way in (("mean", "masked, weighted"), *ways)]
+        turn = 1 + number % len(ways)
+        in_turn = filter(_is_in_keras, every[turn:] + every[1:turn])
+        found += map(_part, every if more_asked_for() else [next(in_turn)])
     return found
 
 
-def _is_in_keras(name: str, reduction: str, way: str) -> bool:
-    """Whether plain Keras trains a loss so, as far as is known."""
-    return reason("losses", Verdict(f"{name}, {reduction}, {way}", NOT_IN_KERAS)) is None
+def _title(way: Way) -> str:
+    return f"{way.name}, {way.reduction}, {way.masks_and_weights}"
 
 
-def _trial(title: str, name: str, make: Callable[..., Any], reduction: str, way: str) -> Trial:
-    masked, weights = WAYS[way]
-    builds, x, y = model_and_targets(name)
-    if builds is VECTORS and weights is not None:
+def _is_in_keras(way: Way) -> bool:
+    return expected.outcome("losses", _title(way)) != expected.NOT_IN_KERAS
+
+
+def _part(way: Way) -> Part:
+    alone = way.reduction == "none" or any(fnmatch(way.name, pattern) for pattern in ALONE)
+    return Part(_title(way), way, None if alone else way.masks_and_weights)
+
+
+def trial(parts: Sequence[Part]) -> Trial:
+    """A model with an output for each loss; all have the same masks and weights."""
+    ways: list[Way] = [part.value for part in parts]
+    masked, weights = WAYS[ways[0].masks_and_weights]
+    circle = ways[0].name == "Circle"
+    body = vectors if circle else sequences
+    if circle and weights is not None:
         weights = weights[:, 0]
     case = Case(
-        builds[masked],
-        x,
-        y,
-        lambda: {"optimizer": sgd(), "loss": make(reduction=reduction)},
-        {} if weights is None else {"sample_weight": weights},
+        functools.partial(body, masked, len(ways)),
+        IDS if circle else STEPS,
+        one_or_all([targets_of(way.name) for way in ways]),
+        lambda: {
+            "optimizer": sgd(),
+            "loss": one_or_all([way.make(reduction=way.reduction) for way in ways]),
+        },
+        {} if weights is None else {"sample_weight": one_or_all([weights] * len(ways))},
     )
-    limit = 1e-5 if name == "CTC" else ROUNDING  # TensorFlow computes it in float32
-    return Trial(title, case, training, limit, again=True)
+    limit = 1e-5 if ways[0].name == "CTC" else ROUNDING  # TensorFlow computes it in float32
+    return Trial(case, training, limit)

@@ -7,8 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tests.exactness import callbacks, expected, layers, losses, metrics, optimizers
-from tests.exactness.trials import Judge, Trial, Verdict, together
+from tests.exactness import callbacks, layers, losses, metrics, optimizers
+from tests.exactness.expected import Verdict
+from tests.exactness.trials import Judge
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import use_float64
 
@@ -19,33 +20,26 @@ KINDS = {
     "optimizers": optimizers,
     "callbacks": callbacks,
 }
-LAUNCHES = (("losses", "metrics"), ("layers",), ("optimizers", "callbacks"))
-"""What one launch of two ranks tries: as much as others, so that cores end together."""
+LAUNCHES = (("losses", "metrics", "optimizers", "callbacks"), ("layers",))
+"""What one launch of two ranks tries."""
 
 RANKS, SECONDS = 2, 1200.0
 
 
-def trials_of(kind: str, pattern: str = "") -> list[Trial]:
-    """The trials of a kind whose names match a regular expression from their start on."""
-    return [make() for name, make in KINDS[kind].trials().items() if re.match(pattern, name)]
+def judge(kind: str, pattern: str = "") -> list[Verdict]:
+    """Judges all of a kind whose names match a regular expression from their start on."""
+    parts = [part for part in KINDS[kind].parts() if re.match(pattern, part.name)]
+    return Judge(kind, KINDS[kind].trial).judge(parts)
 
 
 def judge_on_rank(kinds: Sequence[str]) -> dict[str, Any]:
-    """Judges all trials of some kinds on this rank."""
+    """Judges all of some kinds on this rank."""
     use_float64()
-    judge = Judge()
-    found = {}
-    for kind in kinds:
-        exact, others = [], []
-        for trial in trials_of(kind):
-            (exact if expected.is_exact(kind, trial.name) else others).append(trial)
-        verdicts = judge.judge([*together(exact), *others])
-        found[kind] = [dataclasses.asdict(verdict) for verdict in verdicts]
-    return found
+    return {kind: list(map(dataclasses.asdict, judge(kind))) for kind in kinds}
 
 
 def judge_on_two_ranks(kinds: Sequence[str]) -> dict[str, list[Verdict]]:
-    """Judges trials on two ranks, which must agree on all verdicts."""
+    """Judges some kinds on two ranks, which must agree on all verdicts."""
     # A rank that fails alone leaves the others waiting.
     env = {"TNT_TIMEOUT": "60"}
     run = mpi_run(RANKS, judge_on_rank, kinds, timeout=SECONDS, env=env).check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -11,10 +11,12 @@ import numpy as np
 from keras import layers, metrics, ops
 
 from tests.exactness.classes import arguments_of, classes_in
-from tests.exactness.trials import ROUNDING, Trial
+from tests.exactness.trials import ROUNDING, Part, Trial
 from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 
 NOT_TRIED = {"Metric": "the base class of all metrics"}
+
+Make = Callable[[], metrics.Metric]
 
 CLASSES, CROSSENTROPY = 3, "categorical_crossentropy"
 X = floats(5)
@@ -52,7 +54,7 @@ class Watched(layers.Layer):
     def __init__(self, metric: keras.metrics.Metric):
         super().__init__()
         self.metric = metric
-        self.metric.name = "watched"  # a name of its own counts the metrics made before
+        self.metric.name = type(metric).__name__  # a name of its own counts the metrics made before
 
     def call(self, x):
         if type(self.metric).__name__ in ("Mean", "Sum"):
@@ -63,24 +65,27 @@ class Watched(layers.Layer):
 
 
 def model_of(
-    units: int, activation: str, dtype: str | None = None, watched: Callable[[], Any] | None = None
+    units: int, activation: str, dtype: str | None = None, watched: Sequence[Make] = ()
 ) -> keras.Model:
-    """A small model, with a metric in a layer of it or without."""
+    """A small model, with or without metrics in layers of it."""
     inputs = keras.Input((5,))
     x = layers.Dense(CLASSES, activation="sigmoid")(inputs)
-    if watched is not None:
-        x = Watched(watched())(x)
+    for make in watched:
+        x = Watched(make())(x)
     x = layers.Dense(4, activation="tanh")(x)
     return keras.Model(inputs, layers.Dense(units, activation=activation, dtype=dtype)(x))
 
 
-CATEGORICAL = functools.partial(model_of, CLASSES, "softmax")
-SINGLE = functools.partial(model_of, 1, "sigmoid")
-NARROW = functools.partial(model_of, CLASSES, "softmax", "float32")
+MODELS = {
+    "categorical": (CLASSES, "softmax"),
+    "single": (1, "sigmoid"),
+    "narrow": (CLASSES, "softmax", "float32"),
+}
+TARGETS = {"labels": LABELS, "one hot": ONE_HOT, "binary": BINARY, "positive": POSITIVE}
 IN_LAYERS = ("Mean", "Sum", "RootMeanSquaredError", "BinaryAccuracy", "CosineSimilarity", "AUC")
 
 
-def kinds() -> dict[str, Callable[[], metrics.Metric]]:
+def kinds() -> dict[str, Make]:
     """All metrics that Keras has, and some with other arguments than the default ones."""
     return {
         name: functools.partial(kind, **arguments_of(kind, ARGUMENTS))
@@ -88,45 +93,45 @@ def kinds() -> dict[str, Callable[[], metrics.Metric]]:
     } | VARIANTS
 
 
-def data_of(name: str) -> tuple[Callable[[], keras.Model], Any, str]:
+def data_of(name: str) -> tuple[str, str, str]:
     """What a metric is tried with: a model, targets and a loss that understands them."""
     if "TopK" in name:  # TensorFlow ranks no float64
         sparse = name.startswith("Sparse")
-        return NARROW, LABELS if sparse else ONE_HOT, ("sparse_" * sparse) + CROSSENTROPY
+        return "narrow", "labels" if sparse else "one hot", ("sparse_" * sparse) + CROSSENTROPY
     if name in ("IoU", "MeanIoU", "BinaryIoU", "Accuracy"):
-        return SINGLE, BINARY, "mse"
+        return "single", "binary", "mse"
     if name.startswith("Sparse"):
-        return CATEGORICAL, LABELS, "sparse_" + CROSSENTROPY
+        return "categorical", "labels", "sparse_" + CROSSENTROPY
     if name.startswith(("Mean", "Root", "R2", "LogCosh", "Poisson", "Concordance", "Pearson")):
-        return CATEGORICAL, POSITIVE, "mse"
-    return CATEGORICAL, ONE_HOT, "mse"
+        return "categorical", "positive", "mse"
+    return "categorical", "one hot", "mse"
 
 
-def compiled(loss: str, make: Callable[[], metrics.Metric]) -> dict[str, Any]:
-    """Compiles a metric with and without sample weights, under names that do not count."""
-    plain, weighted = make(), make()
-    plain.name, weighted.name = "plain", "weighted"
-    options = {"metrics": [plain], "weighted_metrics": [weighted]}
-    return {"optimizer": sgd(), "loss": loss, **options}
-
-
-def trials() -> dict[str, Callable[[], Trial]]:
-    """What makes trials of each metric, compiled, and of some in a layer of the first stage."""
+def parts() -> list[Part]:
+    """Each metric, compiled, and some in a layer of the first stage."""
     made = kinds()
-    found = {name: functools.partial(_trial, name, make) for name, make in made.items()}
-    for name in IN_LAYERS:
-        title = f"{name} in a layer"
-        found[title] = functools.partial(_trial_in_a_layer, title, made[name])
-    return dict(found)
+    compiled = [Part(name, make, (False, *data_of(name))) for name, make in made.items()]
+    inside = (True, "categorical", "one hot", "mse")
+    return compiled + [Part(f"{name} in a layer", made[name], inside) for name in IN_LAYERS]
 
 
-def _trial(name: str, make: Callable[[], metrics.Metric]) -> Trial:
-    model, y, loss = data_of(name)
-    case = Case(model, X, y, functools.partial(compiled, loss, make), WEIGHTS)
-    return Trial(name, case, limit=1e-5 if model is NARROW else ROUNDING, again=True)
+def trial(parts: Sequence[Part]) -> Trial:
+    """Metrics with and without sample weights, under names that do not count; or in layers."""
+    makers: list[Make] = [part.value for part in parts]
+    inside, model, targets, loss = parts[0].family
 
+    def compiled() -> dict[str, Any]:
+        options = {"optimizer": sgd(), "loss": loss}
+        return options if inside else options | {
+            "metrics": named("plain"), "weighted_metrics": named("weighted")
+        }  # fmt: skip
 
-def _trial_in_a_layer(title: str, make: Callable[[], metrics.Metric]) -> Trial:
-    inside = functools.partial(CATEGORICAL, watched=make)
-    case = Case(inside, X, ONE_HOT, lambda: {"optimizer": sgd(), "loss": "mse"}, WEIGHTS)
-    return Trial(title, case)
+    def named(prefix: str) -> list[metrics.Metric]:
+        found = [make() for make in makers]
+        for i, metric in enumerate(found):
+            metric.name = f"{prefix}_{i}"
+        return found
+
+    build = functools.partial(model_of, *MODELS[model], watched=makers if inside else ())
+    limit = 1e-5 if model == "narrow" else ROUNDING
+    return Trial(Case(build, X, TARGETS[targets], compiled, WEIGHTS), limit=limit)

@@ -12,7 +12,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tests.exactness import expected
-from tests.exactness.trials import BY_MICRO_BATCH, DIFFERS, EXACT, NOT_IN_KERAS, REFUSED, Verdict
+from tests.exactness.expected import (
+    BY_MICRO_BATCH,
+    DIFFERS,
+    EXACT,
+    NOT_IN_KERAS,
+    REFUSED,
+    Verdict,
+)
 from tests.helpers.mpi import ROOT
 
 PAGE = ROOT / "docs" / "exactness.md"
@@ -49,7 +56,7 @@ def page(text: str, rows: Mapping[str, str]) -> str:
 
 
 def _reasons(kind: str, verdicts: Sequence[Verdict]) -> str:
-    counts = Counter(expected.reason(kind, verdict) for verdict in verdicts)
+    counts = Counter(expected.reason(kind, verdict.name, verdict.outcome) for verdict in verdicts)
     return "; ".join(f"{number}: {reason}" for reason, number in counts.most_common())
 
 

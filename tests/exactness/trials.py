@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import hashlib
+import itertools
 import json
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -20,21 +19,23 @@ import numpy as np
 from tarantella_pp.errors import CommunicationError, TarantellaError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tests.helpers.training import Case, distance
+from tests.exactness import expected
+from tests.exactness.expected import (
+    BY_MICRO_BATCH,
+    CRASHED,
+    DIFFERS,
+    EXACT,
+    NOT_IN_KERAS,
+    REFUSED,
+    Verdict,
+)
+from tests.helpers.draws import more_asked_for
+from tests.helpers.training import BITS, ROUNDING, Case, distance
 
-ROUNDING, BITS = 1e-10, 1e-13
 STAGES, MICRO_BATCHES = 2, 4
 EVENLY = 8
 """Samples of a batch that is cut evenly, so that stages are traced for one size only."""
-
-EXACT = "exact"
-REFUSED = "refused"
-BY_MICRO_BATCH = "per micro-batch"
-"""Differs with several micro-batches, as said in the docs; exact with one, and on any ranks."""
-NOT_IN_KERAS = "not in Keras"
-"""Plain Keras does not train it."""
-DIFFERS = "differs"
-CRASHED = "crashed"
+MOST_TOGETHER = 16
 
 
 def training(model: keras.Model, case: Case, rows: int = 7) -> dict[str, Any]:
@@ -44,15 +45,9 @@ def training(model: keras.Model, case: Case, rows: int = 7) -> dict[str, Any]:
     return _listed({"logs": logs, "weights": model.get_weights()})
 
 
-def predicting(model: keras.Model, case: Case, rows: int = 7) -> dict[str, Any]:
-    """Trains and predicts."""
-    found = training(model, case, rows)
-    return {**found, "predictions": _listed(model.predict_on_batch(_batch(case, 0, rows)[0]))}
-
-
 def steps(model: keras.Model, case: Case, rows: int = 7) -> dict[str, Any]:
-    """Trains, predicts and tests."""
-    found = predicting(model, case, rows)
+    """Trains and evaluates."""
+    found = training(model, case, rows)
     found["logs"].append(_listed(model.test_on_batch(*_batch(case, rows, rows), return_dict=True)))
     return found
 
@@ -67,70 +62,34 @@ def _listed(values: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One of the things to try.
+
+    Attributes:
+        name: Names it among those of its kind.
+        value: What makes it.
+        family: Parts of a family are tried together, in one model; alone without one.
+    """
+
+    name: str
+    value: Any
+    family: Hashable = None
+
+
+@dataclass(frozen=True)
 class Trial:
     """What is trained both ways.
 
     Attributes:
-        name: Names it among those of its kind.
-        case: The model, its data and how it is compiled.
-        run: Trains a compiled model and returns what is compared.
-        limit: Largest relative difference that is taken for rounding.
-        again: Whether a pipeline of the same model may be compiled again: nothing but its weights
-            must change when it trains.
-        family: Trials of one family can be tried together.
-        join: Makes one trial of several of a family.
-        parts: The trials that this one has been made of. They are exact if it is.
+        limit: The largest relative difference that is taken for rounding.
+        eagerly: Whether plain Keras makes eager steps at first: tracing takes more time.
     """
 
-    name: str
     case: Case
     run: Callable[[keras.Model, Case], dict[str, Any]] = steps
     limit: float = ROUNDING
-    again: bool = False
-    family: Hashable = None
-    join: Callable[[Sequence[Trial]], Trial] | None = None
-    parts: Sequence[Trial] = ()
-
-
-def together(trials: Sequence[Trial], most: int = 8) -> list[Trial]:
-    """Joins trials of one family, some at a time."""
-    families: dict[Hashable, list[Trial]] = {}
-    for trial in trials:
-        families.setdefault(trial.name if trial.family is None else trial.family, []).append(trial)
-    found = []
-    for family in families.values():
-        for first in range(0, len(family), most):
-            some = family[first : first + most]
-            joined = len(some) > 1 and some[0].join is not None
-            if joined:
-                found.append(dataclasses.replace(some[0].join(some), parts=some))
-            else:
-                found += some
-    return found
-
-
-def models_together(trials: Sequence[Trial]) -> Trial:
-    """Adds up the outputs of models that have the same targets."""
-
-    def build() -> keras.Model:
-        models = [trial.case.build() for trial in trials]
-        inputs = [x for model in models for x in model.inputs]
-        return keras.Model(inputs, keras.layers.Add()([model.output for model in models]))
-
-    data = [x for trial in trials for x in trial.case.x]
-    case = dataclasses.replace(trials[0].case, build=build, x=data)
-    name = " and ".join(trial.name for trial in trials)
-    return dataclasses.replace(trials[0], name=name, case=case)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What became of a trial."""
-
-    name: str
-    outcome: str
-    error: float = 0.0
-    message: str = ""
+    eagerly: bool = True
+    name: str = ""
 
 
 @dataclass
@@ -144,34 +103,52 @@ class Attempt:
 
 @dataclass
 class Judge:
-    """Judges trials on all ranks together; each rank makes the same calls.
+    """Judges parts of one kind on all ranks together; each rank makes the same calls.
 
     A rank that fails alone leaves the others waiting for its messages until they time out, and
-    then the job ends with the names of the trials.
+    then the job ends with the names of the parts.
     """
 
+    kind: str
+    make: Callable[[Sequence[Part]], Trial]
     communicator: Communicator = field(default_factory=world)
-    _made: dict[Any, Any] = field(default_factory=dict)  # pipelines to use again, their weights
+    _last: tuple[Any, ...] = ()  # what the last pipeline was made of, that, and its first weights
 
-    def judge(self, trials: Sequence[Trial]) -> list[Verdict]:
-        """Returns what became of each trial, the same on every rank."""
-        found: list[Verdict] = []
-        ranks = self.communicator
-        for first in range(0, len(trials), ranks.size):
-            some = trials[first : first + ranks.size]
-            # Each rank trains another one in plain Keras.
-            plain = [_plain(t, True) if i == ranks.rank else None for i, t in enumerate(some)]
-            for trial, own in zip(some, plain, strict=True):
-                verdict = self._judge(trial, own)
-                if not trial.parts:
-                    found.append(verdict)
-                elif verdict.outcome == EXACT:
-                    found += [dataclasses.replace(verdict, name=t.name) for t in trial.parts]
-                else:
-                    print(f"Not {EXACT} together, so one by one: {verdict}", file=sys.stderr)
-                    found += self.judge(trial.parts)
-            keras.backend.clear_session()
-            gc.collect()
+    def judge(self, parts: Iterable[Part]) -> list[Verdict]:
+        """Returns what became of each part, the same on every rank."""
+        found = []
+        groups = self._groups(parts)
+        for first in range(0, len(groups), self.communicator.size):
+            found += self._judge_groups(groups[first : first + self.communicator.size])
+        return found
+
+    def _groups(self, parts: Iterable[Part]) -> list[list[Part]]:
+        """What is tried together: families of which the same is expected."""
+        groups: dict[Hashable, list[Part]] = {}
+        for part in parts:
+            outcome = expected.outcome(self.kind, part.name)
+            joined = outcome == EXACT or (outcome == BY_MICRO_BATCH and not more_asked_for())
+            alone = part.family is None or not joined
+            groups.setdefault(part.name if alone else (part.family, outcome), []).append(part)
+        return [list(some) for group in groups.values() for some in _cut(group, MOST_TOGETHER)]
+
+    def _judge_groups(self, groups: Sequence[list[Part]]) -> list[Verdict]:
+        """Judges as many groups as there are ranks: each trains another one in plain Keras."""
+        names = [" and ".join(part.name for part in group) for group in groups]
+        trials = [
+            dataclasses.replace(self.make(group), name=name)
+            for group, name in zip(groups, names, strict=True)
+        ]
+        own = self.communicator.rank
+        plain = [_plain(trial) if i == own else None for i, trial in enumerate(trials)]
+        found = []
+        for group, trial, attempt in zip(groups, trials, plain, strict=True):
+            verdict = self._judge(trial, attempt)
+            if len(group) == 1 or verdict.outcome == expected.outcome(self.kind, group[0].name):
+                found += [dataclasses.replace(verdict, name=part.name) for part in group]
+            else:
+                print(f"Not as expected, so one by one: {verdict}", file=sys.stderr)
+                found += [v for part in group for v in self._judge_groups([[part]])]
         return found
 
     def _judge(self, trial: Trial, plain: Attempt | None) -> Verdict:
@@ -183,9 +160,10 @@ class Judge:
         if attempt.outcome != EXACT:
             return Verdict(trial.name, attempt.outcome, 0.0, attempt.message)
         error = self._error(plain, attempt)
-        if error >= trial.limit:
+        if error >= trial.limit and trial.eagerly:
             # In an eager step some layers compute in another order, or draw other random numbers.
-            plain = plain and _plain(trial, eagerly=False)
+            trial = dataclasses.replace(trial, eagerly=False)
+            plain = plain and _plain(trial)
             error = self._error(plain, attempt)
         if error >= trial.limit:
             outcome = self._with_other_pieces(trial, plain, attempt)
@@ -194,7 +172,8 @@ class Judge:
     def _with_other_pieces(self, trial: Trial, plain: Attempt | None, attempt: Attempt) -> str:
         """Whether a trial differs as several micro-batches may, in the same way on all ranks."""
         one = self._error(plain, self._attempt(trial, STAGES, 1))
-        with self._in_one_process():
+        # A pipeline in this process, of one stage.
+        with mock.patch("tarantella_pp.models.pipeline_model.world", Communicator):
             single = plain and self._piped(trial, 1, MICRO_BATCHES)
         ranks = self._error(single, attempt)
         return BY_MICRO_BATCH if one < trial.limit and ranks < BITS else DIFFERS
@@ -222,41 +201,42 @@ class Judge:
         return _tried(make, trial)
 
     def _pipeline(self, trial: Trial, stages: int, micro_batches: int) -> PipelineModel:
+        """Makes a pipeline, or takes the last one of the same model, whose stages are compiled."""
         same = trial.case.build, stages, micro_batches
-        if trial.again and same in self._made:
-            model, start = self._made[same]
+        if self._last and self._last[0] == same:
+            _, model, start = self._last
             model.set_weights(start)
             return model
         model = PipelineModel(trial.case.build(), stages, micro_batches, balance="flops")
         empty = [i for i, stage in enumerate(model.plan.stages) if not stage.parameter_bytes]
         if empty:
             raise AssertionError(f"{trial.name} leaves stages {empty} nothing to train")
-        if trial.again:
-            self._made[same] = model, model.get_weights()
+        self._last = same, model, model.get_weights()
         return model
 
-    def _error(self, expected: Attempt | None, attempt: Attempt) -> float:
+    def _error(self, wanted: Attempt | None, attempt: Attempt) -> float:
         """How far two attempts are apart, worked out on the rank that has both."""
-        return self._shared(expected and _distance(expected.found, attempt.found))
+        return self._shared(wanted and _distance(wanted.found, attempt.found))
 
     def _shared(self, value: Any) -> Any:
         """The value of the one rank that has one."""
         return next(v for v in self.communicator.allgather_json(value) if v is not None)
 
-    @contextlib.contextmanager
-    def _in_one_process(self) -> Iterator[None]:
-        """Pipelines made inside are all in this process."""
-        with mock.patch("tarantella_pp.models.pipeline_model.world", Communicator):
-            yield
+
+def _cut(group: Sequence[Part], most: int) -> Iterable[Sequence[Part]]:
+    """Parts of about the same length, of `most` at the most."""
+    pieces = -(-len(group) // most)
+    ends = [len(group) * i // pieces for i in range(pieces + 1)]
+    return [group[a:b] for a, b in itertools.pairwise(ends)]
 
 
-def _plain(trial: Trial, eagerly: bool) -> Attempt:
-    """Trains in plain Keras, in eager steps where that is enough: tracing takes more time."""
+def _plain(trial: Trial) -> Attempt:
+    """Trains in plain Keras."""
 
     def make() -> keras.Model:
         keras.utils.set_random_seed(1)
         model = trial.case.build()
-        model.compile(**trial.case.compiled(), run_eagerly=eagerly)
+        model.compile(**trial.case.compiled(), run_eagerly=trial.eagerly)
         return model
 
     return _tried(make, trial)
@@ -280,8 +260,8 @@ def _tried(make: Callable[[], keras.Model], trial: Trial) -> Attempt:
         return Attempt(CRASHED, message=traceback.format_exc())
 
 
-def _distance(expected: Any, found: Any) -> float:
+def _distance(wanted: Any, found: Any) -> float:
     try:
-        return distance(expected, found)
+        return distance(wanted, found)
     except AssertionError:
         return float("inf")

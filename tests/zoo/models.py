@@ -31,14 +31,6 @@ def mlp():
     return keras.Model(inputs, layers.Dense(3)(x))
 
 
-def wide():
-    """Gradients of wide layers are collected by their factors, the last one's too."""
-    x = inputs = keras.Input((24,))
-    for activation in ("tanh", "relu", None):
-        x = layers.Dense(24, activation=activation)(x)
-    return keras.Model(inputs, layers.Add()([x, layers.Dense(24, use_bias=False)(x)]))
-
-
 def whole_sample_norm():
     return layers.LayerNormalization(axis=[1, 2, 3])
 
@@ -152,13 +144,6 @@ def nested():
     head = keras.Sequential([layers.Dense(4, activation="tanh"), layers.Dense(3)], name="head")
     inputs = keras.Input((6,))
     return keras.Model(inputs, head(inner(inner(layers.Dense(6)(inputs)) + 1.0)))
-
-
-def shared():
-    inputs = keras.Input((6,))
-    twice = layers.Dense(6, activation="tanh")
-    x = layers.Dense(6, activation="elu")(twice(inputs))
-    return keras.Model(inputs, layers.Dense(3)(layers.Dense(6)(twice(x))))
 
 
 def tied_head():
@@ -286,15 +271,6 @@ def masked_recurrent():
     return keras.Model(ids, layers.GlobalAveragePooling1D()(x))
 
 
-def masking_concatenate():
-    inputs = keras.Input((6, 3))
-    a = layers.Masking()(inputs)
-    b = layers.LSTM(3, return_sequences=True)(a)
-    x = layers.Concatenate()([a, b])
-    x = layers.Activation("tanh")(x)
-    return keras.Model(inputs, layers.LSTM(4)(x))
-
-
 def multi_output_lstm():
     inputs = keras.Input((5, 3))
     sequence, h, c = layers.LSTM(4, return_sequences=True, return_state=True)(inputs)
@@ -413,13 +389,6 @@ def opaque_subclass():
     return keras.Model(inputs, layers.Dense(2)(inner(layers.Dense(6)(inputs))))
 
 
-def lambdas():
-    inputs = keras.Input((6,))
-    x = layers.Dense(6)(inputs)
-    x = layers.Lambda(lambda t: t * 2 + ops.mean(t, axis=-1, keepdims=True))(x)
-    return keras.Model(inputs, layers.Dense(2)(x))
-
-
 def tied_variable():
     inputs = keras.Input((5,), dtype="int32")
     embedding = layers.Embedding(11, 6)
@@ -446,16 +415,12 @@ READ = [
     mlp,
     dropout,
     sequential,
-    residual_cnn,
     batch_norm_cnn,
     two_in_two_out,
     dicts,
-    long_skip,
-    causal_attention,
     attention_dropout,
     attention_kwargs,
     masked_recurrent,
-    masking_concatenate,
     multi_output_lstm,
     keras_ops,
     shared_layer,
@@ -468,7 +433,6 @@ READ = [
     opaque_regularized,
     opaque_mask,
     opaque_subclass,
-    lambdas,
     tied_variable,
     mixed_precision,
     frozen_start,

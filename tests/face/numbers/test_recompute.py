@@ -12,7 +12,17 @@ from keras import layers
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.stage.stage import Stage
-from tests.helpers.training import BATCH, CASES, EPOCHS, SAMPLES, distance, finish, make, piped
+from tests.helpers.training import (
+    BATCH,
+    BITS,
+    CASES,
+    EPOCHS,
+    SAMPLES,
+    distance,
+    finish,
+    make,
+    piped,
+)
 
 pytestmark = pytest.mark.keras
 
@@ -32,27 +42,16 @@ def repeats(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule", "recompute", "repeated"),
-    [
-        pytest.param("causal_attention", "gpipe", "all", [4, 4, 3], marks=pytest.mark.slow),
-        pytest.param("regularized", "gpipe", [0, 1], [4, 4, 0], marks=pytest.mark.slow),
-        ("dropout", "1f1b", [0, 1], [4, 4, 0]),
-        pytest.param("batch_norm", "zb-h1", "all", [4, 4, 0], marks=pytest.mark.slow),
-    ],
-)
-def test_recomputation_changes_no_number(name, schedule, recompute, repeated, monkeypatch):
-    shape = {"num_stages": 3, "num_micro_batches": 4}
-    case, free = CASES[name], piped(name, 3, 4, "1f1b")  # the schedule changes no bits
+def test_recomputation_changes_no_number(monkeypatch):
+    case, free = CASES["dropout"], piped("dropout", 3, 4, "gpipe")  # the schedule changes no bits
     found = repeats(monkeypatch)
-    model = make(case, **shape, schedule=schedule, recompute=recompute)
-    assert distance(free, finish(model, case)) < 1e-13
+    shape = {"num_stages": 3, "num_micro_batches": 4, "schedule": "1f1b"}
+    assert distance(free, finish(make(case, **shape, recompute=[0, 1]), case)) < BITS
     steps = -(-SAMPLES // BATCH) * EPOCHS
-    assert [found[stage] for stage in range(3)] == [steps * count for count in repeated]
+    assert found == {0: 4 * steps, 1: 4 * steps}
 
 
-@pytest.mark.parametrize("recompute", ["all", [0]])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "all"), ("1f1b", [0])])
 def test_stages_hold_at_the_most_what_the_plan_says(schedule, recompute, monkeypatch):
     held, most = collections.defaultdict(dict), collections.Counter()
     forward, backward = Stage.forward, Stage.backward
@@ -87,21 +86,6 @@ def test_stages_hold_at_the_most_what_the_plan_says(schedule, recompute, monkeyp
     wrapped.fit(np.ones((32, 16)), np.ones((32, 1)), batch_size=32, verbose=0)
     planned = [stage.activation_bytes_total for stage in wrapped.plan.stages]
     assert [most[stage] for stage in range(2)] == planned
-
-
-def test_the_limit_decides_which_stages_recompute():
-    x = inputs = keras.Input((64,))
-    for _ in range(12):
-        x = layers.Dense(64, activation="relu")(x)
-    model = keras.Model(inputs, x)
-    options = {"num_stages": 2, "num_micro_batches": 4, "batch_size": 4096, "schedule": "1f1b"}
-    options["balance"] = "memory"  # others have room for all that is kept
-    free = PipelineModel(model, **options)
-    assert free.plan.recompute == ()
-    limit = int(0.95 * max(stage.memory_bytes for stage in free.plan.stages))
-    bound = PipelineModel(model, **options, memory_limit=limit)
-    assert bound.plan.recompute == (0,)
-    assert max(stage.memory_bytes for stage in bound.plan.stages) <= limit
 
 
 def test_a_stage_with_a_loop_is_refused():

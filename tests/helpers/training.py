@@ -92,11 +92,6 @@ def logits():
     return {"optimizer": adamw(), "loss": loss, "metrics": ["accuracy"]}
 
 
-def decaying():
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
-    return keras.optimizers.SGD(schedule, momentum=0.9, nesterov=True, clipnorm=0.05)
-
-
 WEIGHTS = np.random.default_rng(5).uniform(0.2, 2, size=SAMPLES)
 WEIGHTED = {"sample_weight": WEIGHTS}
 X, Y, LABELS = floats(6), floats(3, seed=1), integers(3, seed=2)

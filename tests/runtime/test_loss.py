@@ -1,4 +1,7 @@
-"""The loss of a batch is the sum of what its micro-batches contribute, or is refused as such."""
+"""The loss of a batch is the sum of what its micro-batches contribute, or is refused as such.
+
+Those of Keras, with all reductions, weights and masks, are in `tests/exactness/losses.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,8 @@ ROWS = 7
 IMAGES = RNG.normal(size=(ROWS, 4, 4, 2))
 CLASSES = RNG.integers(0, 3, size=(ROWS, 4, 4))
 PARTS = RNG.dirichlet(np.ones(3), size=(ROWS, 4, 4))
-WEIGHTS = {
-    None: None,
-    "sample": RNG.uniform(0.2, 2, size=(ROWS, 1, 1)),
-    "pixel": RNG.uniform(0.2, 2, size=(ROWS, 4, 4)),
-}
+BY_SAMPLE = RNG.uniform(0.2, 2, size=ROWS)
+BY_PIXEL = RNG.uniform(0.2, 2, size=(ROWS, 4, 4))
 
 
 def segmentation():
@@ -78,92 +78,37 @@ def test_a_batch_with_nothing_but_ignored_targets_trains_nothing(models):
     assert distance(pipeline.get_weights(), start) == 0
 
 
-def test_several_losses_of_one_output_and_of_several_add_up():
-    def build():
-        keras.utils.set_random_seed(1)
-        inputs = keras.Input((5,))
-        x = layers.Dense(6, activation="tanh")(inputs)
-        outputs = {"a": layers.Dense(3)(x), "b": layers.Dense(3, activation="softmax")(x)}
-        return keras.Model(inputs, outputs)
-
-    x, a = RNG.normal(size=(2, ROWS, 5))
-    y = {"a": a[:, :3], "b": RNG.integers(0, 3, size=ROWS)}
-    weight = {"a": RNG.uniform(size=ROWS), "b": RNG.uniform(size=ROWS)}
-    found = []
-    for model in (build(), PipelineModel(build(), 2, num_micro_batches=3, schedule="1f1b")):
-        loss = {
-            "a": losses.Huber(reduction="sum"),
-            "b": losses.SparseCategoricalCrossentropy(
-                ignore_class=2, reduction="mean_with_sample_weight"
-            ),
-        }
-        eagerly = not isinstance(model, PipelineModel)
-        model.compile(sgd(), loss, loss_weights={"a": 0.3, "b": 2.0}, run_eagerly=eagerly)
-        found.append([model.train_on_batch(x, y, weight, return_dict=True) for _ in range(2)])
-        found[-1] += model.get_weights()
-    assert distance(*found) < 1e-10
-
-
 ADDING = {
     "kernel_regularizer": lambda: layers.Dense(5, kernel_regularizer="l2"),
     "activity_regularizer": lambda: layers.Dense(5, activity_regularizer="l2"),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "micro_batches"),
-    [(None, 3), ("kernel_regularizer", 1), ("activity_regularizer", 3)],
-)
+@pytest.mark.parametrize("name", ADDING)
 @pytest.mark.filterwarnings("ignore:.*at once")
-def test_values_of_samples_are_trained_but_not_added_to_other_losses(name, micro_batches):
-    def build(add):
-        keras.utils.set_random_seed(1)
-        return keras.Sequential([keras.Input((5,)), add(), layers.Dense(5), layers.Dense(3)])
-
+def test_values_of_samples_are_not_added_to_other_losses(name):
+    """Keras raises a ValueError, too."""
     x = RNG.normal(size=(ROWS, 5))
-    found = []
-    for options in ({}, {"num_stages": 2, "num_micro_batches": micro_batches}):
-        model = build(ADDING.get(name, lambda: layers.Dense(5)))
-        model = PipelineModel(model, **options) if options else model
-        model.compile(
-            sgd(),
-            losses.MeanSquaredError(reduction="none"),
-            run_eagerly=not options and name is None,
-        )
-        start = model.get_weights()
-        if name is not None:  # Keras raises a ValueError, too
-            with pytest.raises(ValueError, match="reduction=None" if options else None):
-                model.train_on_batch(x, x[:, :3])
-            with pytest.raises(ValueError, match="reduction=None" if options else None):
-                model.evaluate(x, x[:, :3], verbose=0)
-            assert distance(start, model.get_weights()) == 0
-        else:
-            logs = [model.fit(x, x[:, :3], batch_size=4, shuffle=False, verbose=0).history]
-            found.append([*logs, *model.get_weights()])
-    assert not found or distance(*found) < 1e-10
+    model = keras.Sequential([keras.Input((5,)), ADDING[name](), layers.Dense(3)])
+    model = PipelineModel(model, num_stages=2, num_micro_batches=3)
+    model.compile(sgd(), losses.MeanSquaredError(reduction="none"))
+    start = model.get_weights()
+    for use in (model.train_on_batch, model.test_on_batch):
+        with pytest.raises(ValueError, match="reduction=None"):
+            use(x, x[:, :3])
+    assert distance(start, model.get_weights()) == 0
 
 
 def own_loss(y_true, y_pred):
     return keras.ops.square(keras.ops.mean(y_true - y_pred))
 
 
-COUPLED = {
-    "own_loss": lambda: own_loss,
-    "hinge": losses.Hinge,  # takes labels for 0 and 1 if all of the batch are
-}
-
-
-@pytest.mark.parametrize("name", COUPLED)
-def test_losses_that_couple_samples_are_exact_and_say_what_that_costs(name):
-    found = []
-    for model in (segmentation(), PipelineModel(segmentation(), 2, num_micro_batches=3)):
-        if isinstance(model, PipelineModel):
-            with pytest.warns(UserWarning, match=r"'gpipe'.* 384 B for each sample"):
-                model.compile(sgd(), COUPLED[name]())
-        else:
-            model.compile(sgd(), COUPLED[name](), run_eagerly=True)
-        found.append(trained(model, PARTS, WEIGHTS[None]))
-    assert distance(*found) < 1e-10
+def test_losses_that_couple_samples_are_exact_and_say_what_that_costs():
+    plain, pipeline = segmentation(), PipelineModel(segmentation(), 2, num_micro_batches=3)
+    plain.compile(sgd(), own_loss, run_eagerly=True)
+    with pytest.warns(UserWarning, match=r"'gpipe'.* 384 B for each sample"):
+        pipeline.compile(sgd(), own_loss)
+    assert distance(*(trained(model, PARTS, None) for model in (plain, pipeline))) < 1e-10
 
 
 def test_losses_that_couple_samples_refuse_a_fixed_1f1b_at_compile(models):
@@ -209,7 +154,7 @@ OWN = {
 @pytest.mark.parametrize("name", OWN)
 def test_losses_of_the_users_own_are_tried_and_run_with_1f1b(models, name):
     plain, pipeline, start = models
-    weight = WEIGHTS["pixel"] if name == "each pixel" else WEIGHTS["sample"][:, 0, 0]
+    weight = BY_PIXEL if name == "each pixel" else BY_SAMPLE
     found = []
     for model in (plain, pipeline):
         model.set_weights(start)

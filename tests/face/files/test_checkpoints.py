@@ -16,15 +16,14 @@ import tarantella_pp as tnt
 from tarantella_pp.errors import TarantellaError
 from tarantella_pp.files import checkpoint_reader, checkpoint_writer, manifest
 from tests.helpers.draws import more_asked_for
-from tests.helpers.jobs import PYTHONS, tarantella
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import floats, use_float64
+from tests.helpers.training import floats, restarting, use_float64
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
-X, Y = floats(6, seed=1), floats(3, seed=2)
-STEPS = 4 * 4  # the last of an epoch has one sample
-FIT = {"batch_size": 5, "epochs": 4, "verbose": 0, "validation_split": 0.25}
+X, Y = floats(6, seed=1)[:20], floats(3, seed=2)[:20]
+# Steps of one size, for which stages are traced once; four in each epoch.
+FIT = {"batch_size": 4, "epochs": 3, "verbose": 0, "validation_split": 0.2}
 BITS = 1e-13
 
 
@@ -92,6 +91,7 @@ class Seen(keras.callbacks.Callback):
 def trained(directory, *callbacks, every=3, model=None, data=(X, Y), **options):
     """What a run comes to: its history, its epochs, its weights, and what a callback remembers."""
     model = compiled() if model is None else model
+    keras.utils.set_random_seed(1)
     own = [] if directory is None else [tnt.callbacks.Checkpoint(directory, every=every)]
     seen = Seen()
     told = model.fit(*data, callbacks=[*own, seen, *callbacks], **{**FIT, **options})
@@ -100,29 +100,9 @@ def trained(directory, *callbacks, every=3, model=None, data=(X, Y), **options):
 
 
 def killed(directory, step, rank):
-    """Goes on until a rank is killed, after so many steps; with rank -1, to the end."""
+    """Goes on until a rank is killed, after so many steps."""
     use_float64()
-    if rank < 0:
-        return [trained(directory), trained(None)]
-    return trained(directory, *[At(step, kill)] * (tnt.get_rank() == rank))
-
-
-@pytest.mark.mpi
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(5 if more_asked_for() else 1))
-def test_killed_ranks_change_no_bit(tmp_path, number):
-    draw, kills = np.random.default_rng(number), [(13, 1)]
-    if number:
-        kills = [
-            (step, int(draw.integers(2))) for step in sorted(draw.integers(3, STEPS, 4).tolist())
-        ]
-    for step, rank in kills:
-        run = mpi_run(2, killed, str(tmp_path), step, rank, timeout=150)
-        assert "Traceback" not in run.stderr, run.stderr
-        assert not run.timed_out, run.stderr
-    run = mpi_run(2, killed, str(tmp_path), 0, -1, timeout=150).check()
-    for resumed, uninterrupted in run.results:
-        assert resumed == uninterrupted
+    trained(directory, *[At(step, kill)] * (tnt.get_rank() == rank))
 
 
 def half_way(directory, step=6, **options):
@@ -131,24 +111,17 @@ def half_way(directory, step=6, **options):
 
 
 def shapes(ours, theirs):
-    """Ends a run of one process on these ranks, and leaves one half done."""
+    """Ends a run on a stream that one process began, and leaves another half done."""
     use_float64()
     options = {"num_stages": 2, "num_replicas": 2, "num_micro_batches": 1, "shard_optimizer": True}
-    resumed = trained(theirs, model=compiled(deferred=True, **options))
+    resumed = trained(theirs, model=compiled(deferred=True, **options), **STREAM)
     half_way(ours, model=compiled(**options))
-    kept = sorted(os.listdir(ours))
-    stream = trained(f"{theirs}-stream", model=compiled(**options), **streamed())
-    return [resumed, kept, stream]
+    return [resumed, sorted(os.listdir(ours))]
 
 
-def streamed():
-    """Samples that one rank reads, again up to where it was."""
-    samples = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).cache()
-    return {
-        "data": [samples.batch(5).map(lambda x, y: (x, y))],
-        "validation_split": 0.0,
-        "batch_size": None,
-    }
+# Samples that one rank reads, again up to where it was.
+SAMPLES = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).cache()
+STREAM = {"data": [SAMPLES.batch(4)], "validation_split": 0.0, "batch_size": None}
 
 
 @pytest.mark.mpi
@@ -158,18 +131,17 @@ def test_another_number_of_stages_and_replicas_goes_on(tmp_path):
 
     Two micro-batches in all cases, so that dropout draws the same.
     """
-    expected = trained(None)
-    half_way(tmp_path / "theirs")
-    half_way(tmp_path / "theirs-stream", **streamed())
+    restart = restarting(compiled())
+    half_way(tmp_path / "theirs", model=restart(), **STREAM)
     run = mpi_run(4, shapes, str(tmp_path / "ours"), str(tmp_path / "theirs"), timeout=240).check()
-    expected_stream = trained(None, **streamed())
-    for resumed, kept, stream in run.results:
+    expected = trained(None, model=restart(), **STREAM)
+    for resumed, kept in run.results:
         assert close(resumed, expected)
-        assert close(stream, expected_stream)
         assert kept == ["step-00000003", "step-00000006"]
     # One rank of each stage has written the weights, those of all replicas their slots.
     assert len(list((tmp_path / "ours" / "step-00000006").iterdir())) == 6
-    assert close(trained(tmp_path / "ours"), expected)
+    resumed = trained(tmp_path / "ours", model=restart())
+    assert close(resumed, trained(None, model=restart()))
 
 
 def close(one, other):
@@ -182,56 +154,33 @@ def close(one, other):
     return all(np.allclose(a, b, rtol=BITS, atol=BITS) for a, b in pairs)
 
 
-@pytest.mark.mpi
-@pytest.mark.slow
-@pytest.mark.parametrize("python", PYTHONS)
-def test_sigterm_to_the_launcher_ends_with_75_and_the_run_goes_on(python, tmp_path):
-    with tarantella(python, "-n", "2", "--", "preempted.py", str(tmp_path), "0.1") as job:
-        job.wait_until_ready()
-        job.send(signal.SIGTERM)
-        result = job.result()
-        left = job.processes()
-    assert result.code == 75, result.stderr
-    assert not left
-    (folder,) = os.listdir(tmp_path)
-    assert folder.startswith("step-")
-    with tarantella(python, "-n", "2", "--", "preempted.py", str(tmp_path), "0") as job:
-        result = job.result()
-    assert result.code == 0, result.stderr
-    assert "goes on from checkpoint" in result.stdout
-    assert "steps: 200" in result.stdout
-
-
 def troubles(directory):
     """What ranks are told when one of them has a problem, and how all go on afterwards."""
     use_float64()
-    rank = tnt.get_rank()
-    patch = pytest.MonkeyPatch()
-    told = []
+    rank, model = tnt.get_rank(), compiled()
+    patch, told = pytest.MonkeyPatch(), []
 
-    def caught(*callbacks, where=directory, error=TarantellaError, model=None):
+    def caught(*callbacks, where=directory, error=TarantellaError):
         try:
             trained(where, *callbacks, model=model)
         except error as raised:
             told.append(f"{type(raised).__name__}: {raised}")
 
-    half_way(directory)
     before = there(directory)
+    with patch.context() as only:
+        if rank == 1:
+            only.setattr(checkpoint_reader, "sha256_of", lambda path: "other")
+        caught()
+    with patch.context() as only:
+        if rank == 1:
+            only.setattr(manifest, "FORMAT", 3)
+        caught()
+    caught(where=f"{directory}-{rank}")
     with patch.context() as only:
         if rank == 1:
             only.setattr(checkpoint_writer, "write_tensors", full)
         caught()
     told.append(there(directory) == before)
-    untrained = compiled()
-    with patch.context() as only:
-        if rank == 1:
-            only.setattr(checkpoint_reader, "sha256_of", lambda path: "other")
-        caught(model=untrained)
-    with patch.context() as only:
-        if rank == 1:
-            only.setattr(manifest, "FORMAT", 3)
-        caught(model=untrained)
-    caught(where=f"{directory}-{rank}", model=untrained)
     terminate = [At(8, lambda callback: os.kill(os.getpid(), signal.SIGTERM))]
     with patch.context() as only:
         only.setattr(sys, "exit", leave)  # not that of the guard, which would remember
@@ -254,22 +203,35 @@ def full(*arguments):
     raise OSError(28, "No space left on device")
 
 
+def kills():
+    """After which steps which rank is killed; on demand, in many other places."""
+    yield [(7, 1)]
+    for number in range(1, 5 if more_asked_for() else 1):
+        draw = np.random.default_rng(number)
+        yield [(step, int(draw.integers(2))) for step in sorted(draw.integers(3, 8, 4).tolist())]
+
+
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_the_trouble_of_one_rank_is_told_on_all(tmp_path):
+@pytest.mark.parametrize("killing", [*kills()])
+def test_killed_ranks_and_the_trouble_of_one_rank_change_no_bit(tmp_path, killing):
     directory = str(tmp_path / "run")
+    for step, rank in killing:
+        run = mpi_run(2, killed, directory, step, rank, timeout=150)
+        assert "Traceback" not in run.stderr, run.stderr
+        assert not run.timed_out, run.stderr
     run = mpi_run(2, troubles, directory, timeout=200).check()
     for told, resumed, expected in run.results:
-        disk, unchanged, contents, version, others, code, left = told
-        assert "FileError: Rank 1 could not write a checkpoint" in disk
-        assert "No space left on device. Older checkpoints are unchanged" in disk
-        assert unchanged
+        contents, version, others, disk, unchanged, code, left = told
         assert "ConfigurationError: All ranks must see the same checkpoints" in contents
         assert "ranks [1]" in contents
         assert "FormatError" in version
         assert "has format 2, this version reads 3" in version
         assert "ConfigurationError: All ranks must make the same calls" in others
         assert "Checkpoint(directory=" in others
+        assert "FileError: Rank 1 could not write a checkpoint" in disk
+        assert "No space left on device. Older checkpoints are unchanged" in disk
+        assert unchanged
         assert code == "SystemExit: 75"
         assert left[-1] in ("step-00000008", "step-00000009")
         assert resumed == expected

@@ -14,7 +14,6 @@ from keras import layers, ops
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.helpers.training import (
     CASES,
-    LABELS,
     WEIGHTS,
     Case,
     X,
@@ -176,10 +175,6 @@ def single_batches(model):
         taught(model),
         model.get_weights(),
     ]
-
-
-def class_weights(model):
-    return model.train_on_batch(X, LABELS, class_weight={0: 1.0, 1: 3.0, 2: 0.5})
 
 
 def between_trainings(model):
@@ -363,12 +358,8 @@ def several_steps(model):
     return told, count.batches, model.evaluate(X, Y, batch_size=8, verbose=0), predicted
 
 
-def case(build=mlp, loss="mse", **more):
-    return Case(build, X, Y, regression(loss, sgd, **more))
-
-
-def logits():
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+def case(build=mlp, optimizer=sgd, **more):
+    return Case(build, X, Y, regression("mse", optimizer, **more))
 
 
 BY_NAME = Case(
@@ -392,7 +383,6 @@ SLOW = [
     (functions_forced, ANEW, {}),
     (nothing_trained, case(frozen), {}),
     (frozen_and_thawed, Case(CASES["frozen"].build, X, Y, regression()), {"num_stages": 3}),
-    (class_weights, case(loss=logits), {}),
     (several_steps, Case(mlp, X, [Y], regression(optimizer=sgd, steps_per_execution=2)), {}),
     (in_dictionaries, BY_NAME, {}),
     (sequences, Case(any_length, None, None, regression()), {"num_stages": 3}),
@@ -424,3 +414,24 @@ def test_weights_of_samples_stay_where_other_data_run_between_batches():
         )  # fmt: skip
 
     assert distance(*both(use)) < ROUNDING
+
+
+def test_not_a_number_stops_training():
+    diverging = case(optimizer=lambda: keras.optimizers.SGD(1e200))
+    model = make(diverging, num_stages=1, num_micro_batches=1)
+    last = keras.callbacks.TerminateOnNaN()
+    history = taught(model, epochs=5, callbacks=[last])
+    assert len(history["loss"]) == 1
+    assert not np.isfinite(history["loss"][0])
+
+
+def test_a_callback_that_stops_training_and_the_progress_bar(capsys):
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.stop_training = epoch == 1
+
+    model = shared_mlps()[1]()
+    history = model.fit(X, Y, batch_size=8, epochs=5, verbose=2, callbacks=Stop()).history
+    assert len(history["loss"]) == 2
+    printed = capsys.readouterr().out
+    assert printed.count("Epoch ") == printed.count("3/3 - ") == 2

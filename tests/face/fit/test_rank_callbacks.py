@@ -106,7 +106,8 @@ def stop(model, start):
         model.fit(X, Y, validation_data=(X, Y), callbacks=[again], **QUIET)
     found["after errors"] = [again.ended["train"], int(model.optimizer.iterations)]
     evaluation = Stop((1,), test=2, predict=2)
-    model.evaluate(X, Y, batch_size=4, verbose=0, callbacks=[evaluation])
+    held = keras.callbacks.CallbackList([evaluation], add_history=True, model=model)
+    model.evaluate(X, Y, batch_size=4, verbose=0, callbacks=held)
     model.predict(X, batch_size=4, verbose=0, callbacks=evaluation)
     found["evaluation"] = evaluation.ended
     compiled(model, steps_per_execution=2)

@@ -115,7 +115,7 @@ def test_two_ranks_train_what_one_process_cannot_hold(tmp_path):
     # TensorFlow crashes where it does not ask whether it got the memory.
     assert said or alone.returncode in (signal.SIGABRT, signal.SIGSEGV), alone.stderr[-2000:]
     printed = mpi_run(2, limited, str(tmp_path), timeout=240).check().results[1]
-    trained, loaded, trained_on = map(float, re.findall(r"\d\.\d{4}", *losses(printed)))
+    trained, loaded, trained_on = map(float, re.findall(r"\d+\.\d{4}", *losses(printed)))
     assert trained == loaded > trained_on
     taken, limit = map(int, re.search(r"took (\d+) MB of (\d+)", printed).groups())
     assert taken <= limit == 930

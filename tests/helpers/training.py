@@ -220,22 +220,28 @@ def data_of_rank(case: Case) -> Case:
     return dataclasses.replace(case, x=None, y=None, fit=dict.fromkeys(case.fit))
 
 
-def restarting(model: keras.Model) -> Callable[[], keras.Model]:
-    """Returns what gives a compiled model back as it is now, with new seeds: no second compiling.
+def compiled_once(build: Callable[..., keras.Model]) -> Callable[..., keras.Model]:
+    """Has a function compile a model once, and give it back as it was then, with new seeds.
 
     In one process only: it writes into variables.
     """
-    model.optimizer.build(model.trainable_variables)
-    start = [(v, v.numpy()) for v in (*model.variables, *model.optimizer.variables)]
 
-    def restart() -> keras.Model:
+    @functools.cache
+    def begun(*args: Any, **options: Any) -> tuple[keras.Model, list[tuple[Any, Any]]]:
+        model = build(*args, **options)
+        model.optimizer.build(model.trainable_variables)
+        return model, [(v, v.numpy()) for v in (*model.variables, *model.optimizer.variables)]
+
+    @functools.wraps(build)
+    def restarted(*args: Any, **options: Any) -> keras.Model:
+        model, start = begun(*args, **options)
         for variable, value in start:
             variable.assign(value)
         model.reset_metrics()
         keras.utils.set_random_seed(1)
         return model
 
-    return restart
+    return restarted
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 
@@ -16,13 +15,14 @@ from tarantella_pp.errors import ConfigurationError, FileError, FormatError
 from tarantella_pp.files import checkpoint_folder
 from tarantella_pp.files.manifest import checksum_of
 from tests.helpers.files import contents, full_disk
-from tests.helpers.training import floats, restarting
+from tests.helpers.training import compiled_once, floats
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
 X, Y = floats(6, seed=1), floats(3, seed=2)
 
 
+@compiled_once
 def model(units=8, activation="tanh", rate=0.1, loss="mse", frozen=False):
     keras.utils.set_random_seed(1)
     stack = [keras.Input((6,)), layers.Dense(units, activation), layers.Dense(3)]
@@ -33,18 +33,12 @@ def model(units=8, activation="tanh", rate=0.1, loss="mse", frozen=False):
     return wrapped
 
 
-@functools.cache
-def usual():
-    """What gives the model of most runs as at its start; compiled once."""
-    return restarting(model())
-
-
 def fit(directory, given=None, epochs=3, x=X, **options):
     """Losses of each epoch, three steps each, with a checkpoint after each step."""
     own = tnt.callbacks.Checkpoint(directory, every=1, keep=options.pop("keep", 3))
     options = {"batch_size": 8, "verbose": 0, **options}
     callbacks = [*options.pop("callbacks", ()), own]
-    told = (given or usual()()).fit(x, Y, epochs=epochs, callbacks=callbacks, **options)
+    told = (given or model()).fit(x, Y, epochs=epochs, callbacks=callbacks, **options)
     return told.history["loss"]
 
 
@@ -154,7 +148,7 @@ def test_a_full_disk_leaves_the_old_checkpoints(run):
 
 def test_a_folder_that_is_none_is_refused_before_training(tmp_path):
     (tmp_path / "file").write_text("")
-    trained = usual()()
+    trained = model()
     with pytest.raises(FileError, match=r"Rank 0 could not write a checkpoint, .*file/run"):
         fit(tmp_path / "file" / "run", trained)
     assert int(trained.optimizer.iterations) == 0
@@ -239,7 +233,7 @@ def test_what_cannot_work_is_refused(tmp_path):
             make(**{"directory": tmp_path, **options})
     both = [make(tmp_path / "a"), make(tmp_path / "b")]
     with pytest.raises(ConfigurationError, match="from one directory"):
-        usual()().fit(X, Y, callbacks=both, verbose=0)
+        model().fit(X, Y, callbacks=both, verbose=0)
     plain = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
     plain.compile("sgd", "mse")
     with pytest.raises(ConfigurationError, match="Wrap it"):

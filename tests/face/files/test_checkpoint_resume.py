@@ -18,8 +18,7 @@ from keras import layers
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError
 from tests.face.files.test_checkpoints import At, stop
-from tests.helpers.draws import more_asked_for
-from tests.helpers.training import floats, restarting
+from tests.helpers.training import compiled_once, floats
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -37,11 +36,10 @@ def compiled(optimizer, loss="mse", **more):
     return wrapped
 
 
-@functools.cache
+@compiled_once
 def model(ema=False):
-    """What gives a model of a script that starts."""
-    sgd = keras.optimizers.SGD(0.05, momentum=0.9, use_ema=ema, ema_momentum=0.8)
-    return restarting(compiled(sgd))
+    """That of a script that starts."""
+    return compiled(keras.optimizers.SGD(0.05, momentum=0.9, use_ema=ema, ema_momentum=0.8))
 
 
 def run(
@@ -53,7 +51,7 @@ def run(
     **options,
 ):
     """History and weights of a run; without a directory, of one that is not stopped."""
-    trained = model(ema=ema)()
+    trained = model(ema=ema)
     own = [] if directory is None else [tnt.callbacks.Checkpoint(directory, every)]
     options = {"epochs": 4, "verbose": 0, **options}
     told = trained.fit(**data(), callbacks=[*own, *callbacks], **options)
@@ -101,8 +99,6 @@ def noisy():
 
 DATA = {
     "arrays": lambda: {"x": X, "y": Y, "batch_size": 5},
-    "in order": lambda: {"x": X, "y": Y, "batch_size": 5, "shuffle": False},
-    "within batches": lambda: {"x": X, "y": Y, "batch_size": 5, "shuffle": "batch"},
     "parts of a pass": lambda: {"x": X, "y": Y, "batch_size": 2, "steps_per_epoch": 3},
     "PyDataset": lambda: {"x": Shuffled()},
     "tf.data": dataset,
@@ -115,7 +111,6 @@ DATA = {
 }
 
 
-ALIKE = ("in order", "within batches")  # take the way of shuffled arrays; tried on demand
 # After which steps runs are stopped; those of other data in the middle of an epoch.
 STOPS = {
     "arrays": (5, 6),
@@ -125,7 +120,7 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("kind", [k for k in DATA if more_asked_for() or k not in ALIKE])
+@pytest.mark.parametrize("kind", DATA)
 def test_data_go_on_where_they_were(tmp_path, caplog, kind):
     for step in STOPS.get(kind, (6,)):
         run(tmp_path, At(step, stop), data=DATA[kind])
@@ -135,12 +130,14 @@ def test_data_go_on_where_they_were(tmp_path, caplog, kind):
 
 
 def test_a_loss_that_is_scaled_goes_on_with_its_scale(tmp_path):
-    adam = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
-    scaled = keras.optimizers.LossScaleOptimizer(adam, dynamic_growth_steps=3)
-    restart = restarting(compiled(scaled, dtype="mixed_float16"))
+    @compiled_once
+    def begin():
+        adam = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+        scaled = keras.optimizers.LossScaleOptimizer(adam, dynamic_growth_steps=3)
+        return compiled(scaled, dtype="mixed_float16")
 
     def train(*callbacks):
-        trained = restart()
+        trained = begin()
         told = trained.fit(X, Y, batch_size=5, epochs=2, verbose=0, callbacks=callbacks)
         return told.history, [np.asarray(v).tolist() for v in trained.optimizer.variables]
 
@@ -158,10 +155,10 @@ def test_each_sample_is_seen_once_in_an_epoch_without_a_seed(tmp_path):
         tf.py_function(lambda rows: seen.extend(rows.numpy().tolist()), [y_true[:, 0]], [])
         return tf.reduce_mean((y_true - y_pred) ** 2, axis=-1)
 
-    restart = restarting(compiled(keras.optimizers.SGD(0.01), loss))
+    begin = compiled_once(lambda: compiled(keras.optimizers.SGD(0.01), loss))
 
     def train(*callbacks):
-        trained = restart()
+        trained = begin()
         seen.clear()
         tf.random.set_seed(random.randrange(10**6))
         own = tnt.callbacks.Checkpoint(tmp_path)
@@ -291,7 +288,7 @@ def test_reached_epochs_train_nothing_and_more_go_on(tmp_path, caplog):
 
 def test_fits_in_one_script_go_on_and_others_begin_as_ever(tmp_path):
     def fits(*callbacks):
-        trained, found, fit = model()(), [], {"batch_size": 5, "verbose": 0}
+        trained, found, fit = model(), [], {"batch_size": 5, "verbose": 0}
         for first, last in ((0, 2), (2, 3)):
             span = {"initial_epoch": first, "epochs": last}
             told = trained.fit(X, Y, callbacks=callbacks, **span, **fit)

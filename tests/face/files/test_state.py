@@ -212,6 +212,7 @@ def test_a_wrapped_model_is_compiled_as_it_was():
         keras.utils.set_random_seed(1)
         model, metrics = mlp(), ["mae", keras.metrics.RootMeanSquaredError()]
         model.compile("adam", "huber", loss_weights=2.0, metrics=metrics, steps_per_execution=2)
+        model.run_eagerly = True
         model.fit(X, Y, **uneven)
         return model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ from keras import layers
 
 import tarantella_pp
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tests.helpers.training import distance, floats, integers, restarting
+from tests.helpers.training import compiled_once, distance, floats, integers
 
 pytestmark = pytest.mark.keras
 
@@ -51,13 +50,10 @@ def compiled(model, **options):
     return model
 
 
-@functools.cache
-def warmed_up():
-    """What gives a pipeline that is before its first step, and has compiled all that it needs."""
-    model = pipeline_of_all_kinds("zb-h1")
-    restart = restarting(model)
-    train(model)
-    return restart
+@compiled_once
+def split_pipeline():
+    """One for most tests, whose schedule has all kinds of actions."""
+    return pipeline_of_all_kinds("zb-h1")
 
 
 class Reference:
@@ -131,7 +127,8 @@ def attempt(model, number):
 # What generators do when they are dropped fails unseen.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_error_at_any_call_of_a_step_leaves_whole_steps():
-    reference, model = Reference(), warmed_up()()
+    reference, model = Reference(), split_pipeline()
+    train(model)
     for number in np.linspace(1, count_calls(model), 25, dtype=int):
         step = int(model.optimizer.iterations)
         if attempt(model, number):
@@ -154,7 +151,8 @@ def test_an_error_at_any_call_of_the_first_step_leaves_whole_steps():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_step_ends_before_ctrl_c_does():
-    reference, model = Reference(), warmed_up()()
+    reference, model = Reference(), split_pipeline()
+    train(model)
     done = 0
     for number in np.linspace(1, count_calls(model), 12, dtype=int):
         step = int(model.optimizer.iterations)
@@ -169,7 +167,8 @@ def test_a_step_ends_before_ctrl_c_does():
 
 
 def test_an_error_in_the_update_is_told(monkeypatch):
-    model = warmed_up()()
+    model = split_pipeline()
+    train(model)
     update = model._engine._compilation.update
     monkeypatch.setattr(update, "_update", lambda *sums: fail())
     with pytest.raises(BadAppleError) as error:
@@ -195,7 +194,7 @@ class FailsOnce(keras.callbacks.Callback):
     "hook", ["on_train_batch_begin", "on_train_batch_end", "on_test_batch_end", "on_epoch_end"]
 )
 def test_a_callback_that_fails_takes_nothing_along(hook):
-    model, plain = warmed_up()(), compiled(model_of_all_kinds(), run_eagerly=True)
+    model, plain = split_pipeline(), compiled(model_of_all_kinds(), run_eagerly=True)
     fit = {"batch_size": 7, "shuffle": False, "verbose": 0}
     fit["validation_data"] = IDS[7:14], TARGETS[7:14]
     with pytest.raises(BadAppleError):
@@ -207,7 +206,7 @@ def test_a_callback_that_fails_takes_nothing_along(hook):
 
 
 def test_data_that_fail_take_nothing_along():
-    reference, model = Reference(), warmed_up()()
+    reference, model = Reference(), split_pipeline()
 
     def batches():
         yield from BATCHES[:2]

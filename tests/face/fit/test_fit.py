@@ -19,11 +19,11 @@ from tests.helpers.training import (
     X,
     Y,
     adamw,
+    compiled_once,
     distance,
     floats,
     make,
     regression,
-    restarting,
     sgd,
 )
 from tests.zoo.models import mlp
@@ -36,16 +36,16 @@ MLP = Case(mlp, X, Y, regression(optimizer=sgd, metrics=["mae"]))
 """For what compiles no model anew, which all tests would see."""
 
 
-@functools.cache
-def shared_mlps():
-    """A plain model and a pipeline for most tests: compiling takes longer than training."""
-    return [restarting(make(MLP, **options)) for options in ({}, CUT)]
+@compiled_once
+def shared_mlp(**options):
+    """A plain model, or a pipeline, for most tests: compiling takes longer than training."""
+    return make(MLP, **options)
 
 
 def both(use, case=MLP, **options):
     """What `use` returns for a model of plain Keras, and for a pipeline."""
     if case is MLP:
-        return [use(restart()) for restart in shared_mlps()]
+        return use(shared_mlp()), use(shared_mlp(**CUT))
     return use(make(case)), use(make(case, **{**CUT, **options}))
 
 
@@ -94,10 +94,6 @@ DATA = {
         "validation_data": (X[:9], Y[:9], WEIGHTS[:9]), "validation_batch_size": 6,
     },
     "validation_split": {"x": X, "y": Y, "batch_size": 8, "validation_split": 0.3},
-    "validation_freq": {
-        "x": X, "y": Y, "batch_size": 8, "epochs": 4, "validation_data": (X, Y),
-        "validation_freq": [2, 4], "initial_epoch": 1,
-    },
     "one row": {"x": X[:1], "y": Y[:1]},
 }  # fmt: skip
 
@@ -113,27 +109,14 @@ def test_more_steps_than_data_end_training_as_in_keras():
     assert distance(first, second) < ROUNDING
 
 
-def test_validation_without_a_batch_says_nothing():
-    """Not a loss of 0, which would be the best of all."""
-    empty = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4).take(0)
-
-    def use(model):
-        told = fitted(model, x=X, y=Y, batch_size=4, validation_data=empty)
-        return told, model.evaluate(empty, return_dict=True)
-
-    (plain, nothing), (ours, same) = both(use)
-    assert distance(plain, ours) < ROUNDING
-    assert "val_loss" not in ours[0]
-    assert same == nothing
-
-
-def test_a_first_training_without_a_batch_trains_nothing():
-    """As in compiled steps of Keras; it raises what is hard to understand in eager ones."""
+def test_without_a_batch_nothing_is_trained_and_validation_says_nothing():
+    """Not a loss of 0, which would be the best of all; Keras' eager steps end with an error."""
     empty, model = dataset().take(0), make(MLP, **CUT)
     with pytest.warns(UserWarning, match="ran out of data"):
         assert fitted(model, x=empty)[0] == {}
     assert model.evaluate(empty, return_dict=True) == {}
-    assert set(fitted(model, x=X[:6], y=Y[:6], epochs=1)[0]) == {"loss", "mae"}
+    told = fitted(model, x=X[:6], y=Y[:6], epochs=1, validation_data=empty)[0]
+    assert set(told) == {"loss", "mae"}
 
 
 def test_shuffled_arrays_come_in_the_order_of_keras():
@@ -341,23 +324,6 @@ def in_dictionaries(model):
     return told, model.evaluate(**data, **fit), model.predict(data["x"], **fit)
 
 
-class Count(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.batches = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.batches.append([batch, logs["loss"]])
-
-
-def several_steps(model):
-    """Keras reports the last batches' logs of each execution; those of the epoch are the same."""
-    count = Count()
-    told = taught(model, callbacks=[count])
-    predicted = model.predict(X, batch_size=8, verbose=0)
-    return told, count.batches, model.evaluate(X, Y, batch_size=8, verbose=0), predicted
-
-
 def case(build=mlp, optimizer=sgd, **more):
     return Case(build, X, Y, regression("mse", optimizer, **more))
 
@@ -383,7 +349,6 @@ SLOW = [
     (functions_forced, ANEW, {}),
     (nothing_trained, case(frozen), {}),
     (frozen_and_thawed, Case(CASES["frozen"].build, X, Y, regression()), {"num_stages": 3}),
-    (several_steps, Case(mlp, X, [Y], regression(optimizer=sgd, steps_per_execution=2)), {}),
     (in_dictionaries, BY_NAME, {}),
     (sequences, Case(any_length, None, None, regression()), {"num_stages": 3}),
 ]
@@ -407,13 +372,10 @@ def test_prediction_without_compilation():
 
 
 def test_weights_of_samples_stay_where_other_data_run_between_batches():
-    def use(model):
-        return fitted(
-            model, x=X, y=Y, batch_size=8, sample_weight=WEIGHTS, steps_per_epoch=1,
-            validation_data=(X, Y),
-        )  # fmt: skip
-
-    assert distance(*both(use)) < ROUNDING
+    told = histories(
+        x=X, y=Y, batch_size=8, sample_weight=WEIGHTS, steps_per_epoch=1, validation_data=(X, Y)
+    )
+    assert distance(*told) < ROUNDING
 
 
 def test_not_a_number_stops_training():
@@ -430,7 +392,7 @@ def test_a_callback_that_stops_training_and_the_progress_bar(capsys):
         def on_epoch_begin(self, epoch, logs=None):
             self.model.stop_training = epoch == 1
 
-    model = shared_mlps()[1]()
+    model = shared_mlp(**CUT)
     history = model.fit(X, Y, batch_size=8, epochs=5, verbose=2, callbacks=Stop()).history
     assert len(history["loss"]) == 2
     printed = capsys.readouterr().out

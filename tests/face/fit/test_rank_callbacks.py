@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tarantella_pp as tnt
+from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import X, Y, distance, refused, sgd, use_float64
 from tests.zoo.models import mlp
@@ -182,14 +183,6 @@ def dislikes_large(y_true, y_pred):
         return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
 
 
-def failure(call):
-    try:
-        call()
-    except Exception as error:
-        return [type(error).__name__, str(error)]
-    return None
-
-
 def fail_in_a_later_step(model):
     """The loss fails on the last rank; then comes a call after it."""
     model.compile(sgd(), dislikes_large)
@@ -197,20 +190,20 @@ def fail_in_a_later_step(model):
     bad[9] = 100.0
     model.fit(X[:4], Y[:4], **QUIET)  # so that all is compiled
     start = time.monotonic()
-    said = failure(lambda: model.fit(X, bad, **QUIET))
+    said = error_of(lambda: model.fit(X, bad, **QUIET))
     seconds = time.monotonic() - start
     if tnt.get_rank() == 1:
         time.sleep(SLEEP)
-    return said, seconds, failure(lambda: model.fit(X, Y, **QUIET))
+    return said, seconds, error_of(lambda: model.fit(X, Y, **QUIET))
 
 
 def check_failures(mine, theirs):
-    assert theirs[0][0] == "InvalidArgumentError"
-    assert "a bad apple" in mine[0][1]
-    assert "on rank 1" in mine[0][1]
+    assert theirs[0].startswith("InvalidArgumentError")
+    assert "a bad apple" in mine[0]
+    assert "on rank 1" in mine[0]
     assert mine[1] < SLEEP / 2
     assert mine[2] == theirs[2]
-    assert "a bad apple" in mine[2][1]
+    assert "a bad apple" in mine[2]
 
 
 def everything():

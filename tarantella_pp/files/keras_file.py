@@ -11,12 +11,13 @@ import datetime
 import hashlib
 import io
 import json
+import shutil
 import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import keras
 
@@ -67,9 +68,12 @@ class KerasFile:
     def weights(self) -> Iterator[BinaryIO]:
         """The HDF5 file with weights and optimizer state."""
         member = self._zip.getinfo(WEIGHTS)
-        if member.compress_type != zipfile.ZIP_STORED:  # Keras' own are not: others are slower
-            with self._zip.open(member) as packed:
-                yield cast(BinaryIO, packed)
+        if member.compress_type != zipfile.ZIP_STORED:
+            # To go back in what is packed means to unpack all before it again, for each tensor.
+            with tempfile.TemporaryFile() as whole:
+                with self._zip.open(member) as packed:
+                    shutil.copyfileobj(packed, whole, _MIB)
+                yield whole
             return
         part = _Part(self._file, self._start(member), member.file_size)
         with io.BufferedReader(part) as file:

@@ -270,12 +270,20 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         self._engine = self._engine.up_to_date()
         self._engine.forget_compilation()
 
+    def _see_flags(self, state: OptimizerState) -> None:
+        """Takes in layers that were frozen or set free after `compile`, as Keras does here."""
+        if not state.serves(self.trainable_variables):
+            self._optimizer_state = self._divided(self.optimizer)
+            self._renew()
+
     def make_train_function(self, force: bool = False) -> None:
         """Builds this rank's training step; called by Keras' own loops."""
         model_validation.check_optimizer(self)
         if force:
             self._renew()
         if self._optimizer_state is not None:
+            if self.train_function is None and not self.optimizer.built:
+                self._see_flags(self._optimizer_state)
             self._optimizer_state.build()
         self._engine.weights.refresh()
         if self._engine.communicator.size > 1:

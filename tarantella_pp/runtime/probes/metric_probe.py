@@ -150,6 +150,12 @@ def metric_means(
     metrics = list({id(variable): (variable, *names) for variable, *names in named}.values())
     if not metrics:
         return []
+    for variable, metric, layer in metrics:
+        if trace.reads(variable.value):
+            raise UnsupportedModelError(
+                f"Layer '{layer}' computes with the value of its metric '{metric}', which changes "
+                "from micro-batch to micro-batch. Use num_micro_batches=1 and num_replicas=1."
+            )
     variables = [variable.value for variable, *_ in metrics]
     # The first samples only: later ones may be the same once more, in another part.
     first = samples.of(slice(0, _ROWS))

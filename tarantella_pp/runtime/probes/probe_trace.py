@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from tarantella_pp.internals.training import moving_statistics
+from tarantella_pp.internals.training import body_of, moving_statistics
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.probes.linearity import (
     following,
@@ -36,6 +36,7 @@ from tarantella_pp.runtime.probes.parts import (
 from tarantella_pp.runtime.stage.graph_functions import (
     CompiledFunction,
     SubgraphExtractor,
+    frontier,
     unoptimized,
 )
 from tarantella_pp.runtime.stage.graph_split import has_effect
@@ -62,6 +63,9 @@ def _moves(tensor: Any, axis: int | None) -> bool:
 
 # How far sums over samples are moved, relative to their size, and what then counts as no change.
 _MOVES, _ROUGHLY = (0.0, 1.0, -1.0, 1e2, 1e8, 1e16), 1e-4
+# Size beside which gradients are rounding, as they are of `tanh` at large numbers: the gradients of
+# outputs that they are made of are about one.
+_SEEDS = 1e-3
 # What TensorFlow raises where it cannot differentiate a graph.
 _NO_GRADIENT = (NotImplementedError, LookupError)
 
@@ -134,12 +138,13 @@ class ProbeTrace:
         outputs, _, gradients, shortened, _ = map(len, self._parts)
         begin = outputs + 1 + gradients
         values = [found.kinds(i) & {ROWS, SAME} for i in range(outputs)]
-        values += [found.kinds(i) & {ROWS, SUM} for i in range(outputs + 1, begin)]
+        values += [found.kinds(i, _SEEDS) & {ROWS, SUM} for i in range(outputs + 1, begin)]
         strange: list[int] = []
         if shortened:
             lengths = [trial.values[begin + 1] for trial in (found.whole, *found.parts)]
             longest = np.max(lengths, axis=0)
-            longest = np.maximum(longest, FLOOR * longest.max())  # beside which others are rounding
+            # Beside which others are rounding.
+            longest = np.maximum(longest, FLOOR * max(longest.max(), _SEEDS))
             pairs = enumerate(longest)
             strange = [i for i, size in pairs if SUM not in found.kinds_in(begin, i, float(size))]
         # One row or more for each sample are never the same: parts have fewer of them.
@@ -211,15 +216,23 @@ class ProbeTrace:
 
     def writing(self, variables: Sequence[tf.Variable]) -> PartsProbe:
         """A probe of what the forward pass writes to some variables."""
-        handles = {id(variable.handle) for variable in variables}
-        captures = self.function.graph.captures
-        inner = {handle.ref() for outer, handle in captures if id(outer) in handles}
+        inner = self._handles(variables)
         effects = [
             op
             for op in self.function.graph.get_operations()
             if has_effect(op) and any(tensor.ref() in inner for tensor in op.inputs)
         ]
         return PartsProbe(self.function, self._feeds[2:], [], effects, variables)
+
+    def reads(self, variable: tf.Variable) -> bool:
+        """Whether what the stage computes follows from the value of a variable."""
+        outputs, added, given, *_ = self._parts
+        return _read([*outputs, *added, *given, *self._raw], self._handles([variable]))
+
+    def _handles(self, variables: Sequence[tf.Variable]) -> set[Any]:
+        outside = {id(variable.handle) for variable in variables}
+        captures = self.function.graph.captures
+        return {handle.ref() for outer, handle in captures if id(outer) in outside}
 
     def first_call(self, samples: Samples) -> Call | None:
         """The first of the stage's calls whose result for some samples changes with others."""
@@ -336,6 +349,22 @@ def _random_numbers() -> Any:
     """The states of the generators that all of the process shares."""
     numpy = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - layers may use it
     return random.getstate(), numpy["key"].tobytes(), numpy["pos"]
+
+
+def _read(tensors: Sequence[tf.Tensor], handles: set[Any]) -> bool:
+    """Whether tensors follow from the value of a variable; a function may only write it."""
+    _, above = frontier(tensors, lambda tensor: tensor.ref() in handles)
+    for op in above:
+        if any(tensor.ref() in handles for tensor in op.inputs):
+            body = body_of(op)
+            if body is None:
+                return True
+            pairs = zip(body.inputs, op.inputs, strict=True)
+            if _read(
+                body.outputs, {inner.ref() for inner, outer in pairs if outer.ref() in handles}
+            ):
+                return True
+    return False
 
 
 def _pattern(tensor: tf.Tensor, place: tf.Tensor) -> tf.Tensor:

@@ -65,6 +65,10 @@ class OptimizerState:
             for position in place.positions or (None,):
                 self._numbers[place.kind, position] = number
 
+    def serves(self, weights: Sequence[Any]) -> bool:
+        """Whether these are the weights that it was made for."""
+        return list(self._positions) == [id(weight) for weight in weights]
+
     def build(self) -> None:
         """Gives the optimizer the slots of this rank's weights, and no others."""
         held = trained_by(self._optimizer)

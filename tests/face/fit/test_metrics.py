@@ -174,6 +174,27 @@ def in_keras(name):
     return used(make(CASES[name]))
 
 
+class ByItsMetric(layers.Layer):
+    """Multiplies by the number of samples that it has seen."""
+
+    def __init__(self):
+        super().__init__(name="eye")
+        self.seen = keras.metrics.Sum("seen")
+
+    def call(self, x):
+        scaled = x * (1 + 0.05 * self.seen.result())
+        self.seen.update_state(ops.ones_like(x[:, 0]))
+        return scaled
+
+
+def test_a_layer_that_computes_with_its_metric_is_refused_by_name():
+    inputs = keras.Input((6,))
+    model = PipelineModel(keras.Model(inputs, layers.Dense(3)(ByItsMetric()(inputs))), 1, 2)
+    model.compile(adamw(), "mse")
+    with pytest.raises(UnsupportedModelError, match=r"'eye' computes with .* metric 'seen'"):
+        model.train_on_batch(X, ONE_HOT)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "see",

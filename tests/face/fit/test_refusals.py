@@ -18,17 +18,11 @@ from tarantella_pp.errors import (
 )
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tarantella_pp.runtime.comm import communicator as communicators
-from tests.helpers.training import squared_of_largest
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import refused, squared_of_largest, use_float64
 from tests.zoo.models import mlp, residual_cnn, two_in_two_out, unreached
 
 pytestmark = pytest.mark.keras
-
-
-class Ranks(communicators.Communicator):
-    """A rank of several, as far as checks look."""
-
-    size = 3
 
 
 @pytest.mark.parametrize(
@@ -59,13 +53,24 @@ def test_options(options, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("stages", "hint"), [(4, "Start 4 ranks"), (2, "num_stages=3"), (5, "num_stages=5 on 3")]
-)
-def test_ranks_that_the_stages_do_not_spread_over(monkeypatch, stages, hint):
-    monkeypatch.setattr("tarantella_pp.models.pipeline_model.world", Ranks)
-    with pytest.raises(ConfigurationError, match=hint):
-        PipelineModel(mlp(), num_stages=stages)
+STAGES = {4: "Start 4 ranks", 2: "num_stages=3", 5: "num_stages=5 on 3"}
+
+
+def refused_stages():
+    use_float64()
+    return [refused(lambda n=n: PipelineModel(longer(), num_stages=n)) for n in STAGES]
+
+
+def longer():
+    inputs = keras.Input((6,))
+    return keras.Model(inputs, keras.Sequential([layers.Dense(4) for _ in range(6)])(inputs))
+
+
+@pytest.mark.mpi
+def test_ranks_that_the_stages_do_not_spread_over():
+    for found in mpi_run(3, refused_stages).check().results:
+        for message, hint in zip(found, STAGES.values(), strict=True):
+            assert hint in message
 
 
 class Subclassed(keras.Model):
@@ -116,7 +121,7 @@ def test_another_backend(monkeypatch):
 def test_several_processes_without_mpi(monkeypatch):
     for name, value in (("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_RANK", "0")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(communicators, "_world", None)
+    monkeypatch.setattr("tarantella_pp.runtime.comm.communicator._world", None)
     monkeypatch.setitem(__import__("sys").modules, "mpi4py", None)
     with pytest.raises(LaunchError, match="mpi4py"):
         PipelineModel(mlp(), num_stages=2)

@@ -174,7 +174,21 @@ def search_and_narrow(folder):
     found["own"] = finish(make(CASES["mlp"], schedule=str(Path(folder) / "own")), CASES["mlp"])
     plan = make_plan(mlp, 2, num_micro_batches=3, num_ranks=2, wire_dtype="bfloat16")
     found["narrow"] = finish(make(CASES["mlp"], plan=plan), CASES["mlp"])
+    found["set free"] = finish(set_free_late(), CASES["mlp"])
     return found
+
+
+def set_free_late():
+    """A pipeline whose layers are frozen when it is compiled, and no longer when it trains."""
+    keras.utils.set_random_seed(1)
+    whole = mlp()
+    for layer in whole.layers[1:3]:
+        layer.trainable = False
+    model = PipelineModel(whole, num_stages=2, num_micro_batches=3)
+    model.compile(**CASES["mlp"].compiled())
+    for layer in whole.layers:
+        layer.trainable = True
+    return model
 
 
 OWN = """
@@ -191,7 +205,7 @@ def test_schedules_that_are_searched_for_and_the_users_own(tmp_path):
     run = mpi_run(2, search_and_narrow, str(tmp_path), timeout=240).check()
     expected = serial("mlp")
     for result in run.results:
-        for name in ("searched", "again", "own"):
+        for name in ("searched", "again", "own", "set free"):
             assert distance(expected, result[name]) < ROUNDING, name
         assert result["schedule"] == run.results[0]["schedule"]
         schedule = Schedule.from_text(result["schedule"])

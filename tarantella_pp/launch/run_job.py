@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import io
 import os
 import pathlib
 import queue
@@ -266,6 +267,8 @@ def _tell(message: str) -> None:
 
 def _write(text: str) -> None:
     """Writes to standard error; what follows is done even where nobody reads it any more."""
-    with contextlib.suppress(OSError, ValueError):
+    try:
         sys.stderr.write(text)
         sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.stderr = io.StringIO()  # what is left in the other would fail again, as exit code 120

@@ -81,7 +81,9 @@ def test_nobody_need_read_what_the_launcher_says(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     program = [sys.executable, "-c", textwrap.dedent(PROGRAM), ACTOR + acts]
-    assert subprocess.run(program, cwd=ROOT, stderr=writer, timeout=30, check=False).returncode == 9
+    buffered = {name: v for name, v in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    job = subprocess.Popen(program, cwd=ROOT, stderr=writer, env=buffered)
+    assert job.wait(30) == 9
     os.close(writer)
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 

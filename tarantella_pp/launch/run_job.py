@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import io
 import os
 import pathlib
 import queue
@@ -267,8 +266,9 @@ def _tell(message: str) -> None:
 
 def _write(text: str) -> None:
     """Writes to standard error; what follows is done even where nobody reads it any more."""
-    try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        sys.stderr = io.StringIO()  # what is left in the other would fail again, as exit code 120
+    with contextlib.suppress(OSError, ValueError):
+        try:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        except BrokenPipeError:  # what is left in the buffer would fail again at exit: code 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

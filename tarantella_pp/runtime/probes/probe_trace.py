@@ -360,9 +360,8 @@ def _read(tensors: Sequence[tf.Tensor], handles: set[Any]) -> bool:
             if body is None:
                 return True
             pairs = zip(body.inputs, op.inputs, strict=True)
-            if _read(
-                body.outputs, {inner.ref() for inner, outer in pairs if outer.ref() in handles}
-            ):
+            inside = {inner.ref() for inner, outer in pairs if outer.ref() in handles}
+            if _read(body.outputs, inside):
                 return True
     return False
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from tarantella_pp.models.pipeline_model import PipelineModel as PipelineModel
     from tarantella_pp.partition.graph.profile import Profile as Profile
     from tarantella_pp.partition.plan.hardware_spec import HardwareSpec as HardwareSpec
-    from tarantella_pp.partition.plan.hardware_spec import LayerSpeed as LayerSpeed
-    from tarantella_pp.partition.plan.hardware_spec import PassSpeed as PassSpeed
     from tarantella_pp.partition.plan.hardware_spec import machines as machines
     from tarantella_pp.partition.plan.plan import Plan as Plan
     from tarantella_pp.runtime.comm.ranks import barrier as barrier
@@ -58,7 +56,7 @@ _PUBLIC = {
         "barrier", "get_master_rank", "get_rank", "get_size", "init", "is_master_rank",
     ),
     "partition.graph.profile": ("Profile",),
-    "partition.plan.hardware_spec": ("HardwareSpec", "LayerSpeed", "PassSpeed", "machines"),
+    "partition.plan.hardware_spec": ("HardwareSpec", "machines"),
     "partition.plan.plan": ("Plan",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -21,7 +21,6 @@ LIGHT_MODULES = [
     "tarantella_pp.partition.plan.plan",
     "tarantella_pp.partition.plan.report",
     "tarantella_pp.schedule",
-    "tarantella_pp.simulation",
     "tarantella_pp.partition.plan.plan_simulation",
     "tarantella_pp.runtime.comm.communicator",
     "tarantella_pp.runtime.comm.ranks",

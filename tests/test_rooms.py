@@ -17,7 +17,7 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 GROUND = ("errors", "dependencies")
 """Files of no room, which every room may import."""
 MOST_FILES = 14
-WITHOUT_TENSORFLOW = ("schedule", "simulation", "launch", "partition/graph", "partition/plan")
+WITHOUT_TENSORFLOW = ("schedule", "launch", "partition/graph", "partition/plan")
 READS_KERAS = (
     "calls", "flops", "keras_reader", "optimizer_slots", "placeholders",
     "saved_activations",

@@ -2,8 +2,8 @@
 
     tarantella -n 2 -- benchmarks/planning/machine.py machine.json
 
-The file is for `tarantella plan make --machine machine.json`: products, memory, and layers of each
-kind, as many ranks as are started do them at once.
+The file is for `tarantella plan make --machine machine.json`: products, memory and the layout of
+weights; as many ranks as are started do them at once.
 
 A rank that trains does so for hours, and so do the others. So probes run on all ranks at once, in
 turn, for a while, and their medians count: what is quicker for a moment, or alone, is not kept up.
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from tarantella_pp.cli.doctor_probe import measure_pair
-from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec, LayerSpeed, PassSpeed
+from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 
 SECONDS, TIMES = 4.0, 5
@@ -39,25 +39,8 @@ MOVED = 32 << 20
 """Bytes of the tensor that is read and written: more than caches of a core hold."""
 SAMPLES = 4
 """Samples of a micro-batch that layers are measured with."""
-LEAST = 1e-18
-"""The least seconds of a floating point operation: noise may leave none."""
 Call = Callable[[], Any]
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Layers that are typical of a kind.
-
-    Attributes:
-        make: Makes a stack of them, from `keras.layers` and a width.
-        shapes: Those of a sample: `"large"`, with which arithmetic takes most of the time,
-            `"small"`, with next to nothing to compute, and `"wide"`, with which weights take most
-            of it, if they ever do.
-    """
-
-    make: Callable[[Any, int], list[Any]]
-    shapes: Mapping[str, Shape]
 
 
 def _products(layers: Any, width: int) -> list[Any]:
@@ -65,41 +48,9 @@ def _products(layers: Any, width: int) -> list[Any]:
     return [layers.Dense(4 * width), layers.Dense(width)]
 
 
-def _convolutions(layers: Any, width: int) -> list[Any]:
-    return [layers.Conv2D(width, 3, padding="same")]
-
-
-def _pointwise(layers: Any, width: int) -> list[Any]:
-    """Those around the others of a residual block, or of an inverted one."""
-    inner = max(16, width // 4)
-    return [layers.Conv2D(inner, 1), layers.Conv2D(width, 1)]
-
-
-def _three(make: Callable[[Any], Any]) -> Callable[[Any, int], list[Any]]:
-    """Those that are so quick that the start of the first would count."""
-    return lambda layers, _: [make(layers) for _ in range(3)]
-
-
-def _depthwise(window: int) -> Callable[[Any, int], list[Any]]:
-    return _three(lambda of: of.DepthwiseConv2D(window, padding="same"))
-
-
-IMAGES = {"large": (24, 24, 128), "small": (3, 3, 16)}
-FEW_PIXELS = {**IMAGES, "wide": (3, 3, 1024)}
-KINDS = {
-    "product": Kind(_products, {"large": (128, 256), "small": (1, 16), "wide": (8, 1024)}),
-    "convolution": Kind(
-        _convolutions, {"large": (24, 24, 128), "small": (3, 3, 16), "wide": (3, 3, 512)}
-    ),
-    "pointwise": Kind(
-        _pointwise, {"large": (24, 24, 256), "small": (3, 3, 16), "wide": (3, 3, 2048)}
-    ),
-    "depthwise": Kind(_depthwise(3), FEW_PIXELS),
-    "large_depthwise": Kind(_depthwise(5), FEW_PIXELS),
-    "normalization": Kind(_three(lambda of: of.BatchNormalization()), IMAGES),
-    "function": Kind(_three(lambda of: of.Activation("silu")), IMAGES),
-}
-"""What is measured for each field of `HardwareSpec` that is a `LayerSpeed`."""
+SHAPES = {"large": (128, 256), "small": (1, 16), "wide": (8, 1024)}
+"""Of a sample: `"large"`, with which arithmetic takes most of the time, `"small"`, with next to
+nothing to compute, and `"wide"`, with which weights take most of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,50 +60,38 @@ class Stack:
     Attributes:
         model: The layers.
         forward: Runs them forward.
-        both: Runs them forward and backward.
         flops: Floating point operations of the forward pass.
         weight_bytes: Bytes of weights that are read.
     """
 
     model: Any
     forward: Call
-    both: Call
     flops: float
     weight_bytes: float
 
     @classmethod
-    def of(cls, kind: Kind, size: str) -> Stack:
-        """Builds layers of a kind for samples of a size."""
+    def of(cls, size: str) -> Stack:
+        """Builds dense layers for samples of a size."""
         import keras
         import tensorflow as tf
 
         from tarantella_pp.partition.graph.keras_reader import extract
         from tarantella_pp.partition.plan.hardware_spec import node_work
 
-        shape = kind.shapes[size]
+        shape = SHAPES[size]
         stacks = range(REPEATED if size == "small" else 1)
-        layers = [one for _ in stacks for one in kind.make(keras.layers, shape[-1])]
+        layers = [one for _ in stacks for one in _products(keras.layers, shape[-1])]
         model = keras.Sequential([keras.Input(shape), *layers])
         x = tf.random.normal((SAMPLES, *shape))
-        gradient = tf.random.normal(x.shape)
-        weights = [variable.value for variable in model.trainable_variables]
 
         @tf.function(autograph=False)
         def forward() -> Any:
             return model(x, training=True)
 
-        @tf.function(autograph=False)
-        def both() -> Any:
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                y = model(x, training=True)
-            return y, tape.gradient(y, [x, *weights], gradient)
-
         graph = extract(model).graph
         return cls(
             model=model,
             forward=forward.get_concrete_function(),
-            both=both.get_concrete_function(),
             flops=SAMPLES * sum(node.flops for node in graph.nodes),
             weight_bytes=sum(work.weight_bytes for work in node_work(graph)),
         )
@@ -176,12 +115,8 @@ class ComputeProbes:
             "stage": _stage(tf),
             "product": product,
         }
-        self._stacks: dict[str, dict[str, Stack]] = {}
-        for kind, one in {} if self._on_gpu else KINDS.items():
-            stacks = {size: Stack.of(one, size) for size in one.shapes}
-            self._stacks[kind] = stacks
-            for size, of in stacks.items():
-                self._calls |= {f"{kind} {size}": of.forward, f"{kind} {size} both": of.both}
+        self._stacks = {} if self._on_gpu else {size: Stack.of(size) for size in SHAPES}
+        self._calls |= {size: of.forward for size, of in self._stacks.items()}
         self._round()  # the first calls are slow
 
     def _share_cores(self, ranks: float) -> None:
@@ -230,7 +165,7 @@ class ComputeProbes:
                 "memory_bandwidth": 2.0 * MOVED / taken["memory"],
                 "action_seconds": taken["stage"],
                 "on_gpu": float(self._on_gpu),
-                "layers": {kind: _passes(kind, of, taken) for kind, of in self._stacks.items()},
+                "weight_bandwidth": weight_bandwidth(self._stacks, taken),
             }
         return slowest([of for of in self._group.allgather_json(found) if of])
 
@@ -241,27 +176,17 @@ def ranks_per_core(places: Sequence[Sequence[Any]], rank: int) -> float:
     return len(there) / len({core for cores in there for core in cores})
 
 
-def _passes(
-    kind: str, stacks: Mapping[str, Stack], taken: Mapping[str, float]
-) -> dict[str, tuple[float, float, float]]:
-    """Returns what layers of a kind need forward, and backward."""
-    forward = {size: taken[f"{kind} {size}"] - taken["nothing"] for size in stacks}
-    backward = {size: taken[f"{kind} {size} both"] - taken[f"{kind} {size}"] for size in stacks}
-    return {"forward": layer_seconds(stacks, forward), "backward": layer_seconds(stacks, backward)}
-
-
-def layer_seconds(
-    stacks: Mapping[str, Stack], taken: Mapping[str, float]
-) -> tuple[float, float, float]:
-    """Returns the seconds of a start, a FLOP and a byte of weights of layers of a kind."""
-    large, small = stacks["large"], stacks["small"]
-    start = max(0.0, taken["small"]) / len(small.model.layers)
-    left = {size: taken[size] - start * len(of.model.layers) for size, of in stacks.items()}
-    byte = 0.0
-    if (wide := stacks.get("wide")) is not None:
-        rows = [[one.flops, one.weight_bytes] for one in (large, wide)]
-        byte = max(0.0, float(np.linalg.solve(rows, [left["large"], left["wide"]])[1]))
-    return start, max(0.0, left["large"] - byte * large.weight_bytes) / large.flops, byte
+def weight_bandwidth(stacks: Mapping[str, Stack], taken: Mapping[str, float]) -> float | None:
+    """Returns the bytes of weights per second that dense layers lay out; `None` on a GPU."""
+    if not stacks:
+        return None
+    seconds = {size: taken[size] - taken["nothing"] for size in stacks}
+    start = max(0.0, seconds["small"]) / len(stacks["small"].model.layers)
+    large, wide = stacks["large"], stacks["wide"]
+    left = [seconds[size] - start * len(stacks[size].model.layers) for size in ("large", "wide")]
+    rows = [[one.flops, one.weight_bytes] for one in (large, wide)]
+    byte = float(np.linalg.solve(rows, left)[1])
+    return 1 / byte if byte > 0 else None
 
 
 def _product(tf: Any) -> tuple[int, Any]:
@@ -323,11 +248,6 @@ def slowest_link(group: Communicator) -> tuple[float, float]:
 
 def machine_of(rank: Mapping[str, Any], link: tuple[float, float]) -> HardwareSpec:
     """Returns the machine that was measured."""
-    layers = {
-        name: LayerSpeed(_pass_speed(*kind["forward"]), _pass_speed(*kind["backward"]))
-        for name, kind in rank["layers"].items()
-    }
-    product = layers.get("product")
     return HardwareSpec(
         flops_per_second=rank["flops_per_second"],
         bandwidth=link[0],
@@ -335,14 +255,8 @@ def machine_of(rank: Mapping[str, Any], link: tuple[float, float]) -> HardwareSp
         action_seconds=rank["action_seconds"],
         memory_bandwidth=rank["memory_bandwidth"],
         split_factor=1.0 if rank["on_gpu"] else CORE.split_factor,
-        weight_bandwidth=None if product is None else product.forward.weight_bandwidth,
-        **layers,
+        weight_bandwidth=rank["weight_bandwidth"],
     )
-
-
-def _pass_speed(start: float, flop: float, byte: float) -> PassSpeed:
-    """Returns what layers of a kind do, from seconds of a start, a FLOP and a byte of weights."""
-    return PassSpeed(1 / max(flop, LEAST), start, 1 / byte if byte > LEAST else None)
 
 
 def main() -> None:

@@ -31,16 +31,17 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machines
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.partition.stage_costs import StageCostModel
-from tarantella_pp.schedule import lower, make_schedule
-from tarantella_pp.schedule.actions import Compute
-from tarantella_pp.simulation import (
+from tarantella_pp.schedule import (
     Costs,
     LinkCosts,
     StageCosts,
     StepTimeline,
+    lower,
+    make_schedule,
     search_schedule,
     simulate,
 )
+from tarantella_pp.schedule.actions import Compute
 
 GIB = 2**30
 EFFECTIVE = 0.8 * (machines["p40"].memory_bandwidth or 0.0)

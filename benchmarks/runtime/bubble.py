@@ -21,8 +21,7 @@ from benchmarks.runtime.stubs import Seconds, StubPipeline
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.comm.machine import clock_offset
 from tarantella_pp.runtime.recorder import Recorder, gather_steps, simulated
-from tarantella_pp.schedule import TRAINING_NAMES
-from tarantella_pp.simulation import Costs, simulate
+from tarantella_pp.schedule import TRAINING_NAMES, Costs, simulate
 from tests.helpers.closed_forms import bubble_fraction
 
 STAGES_PER_RANK = {"interleaved": 2, "zb-v": 2}

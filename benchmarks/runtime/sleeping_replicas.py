@@ -23,7 +23,7 @@ from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.comm.machine import clock_offset
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.recorder import RecordedStep, Recorder, gather_steps
-from tarantella_pp.simulation import Costs, simulate
+from tarantella_pp.schedule import Costs, simulate
 
 HEADS = (
     "schedule", "MiB", "sum ms", "step ms", "simulated", "off",

@@ -31,8 +31,15 @@ from tarantella_pp.runtime.stage.stage_boundary import (
     stage_edges,
 )
 from tarantella_pp.runtime.stage.stage_messages import StageMessages
-from tarantella_pp.schedule import SEARCHED, Schedule, lower, make_schedule, validate
-from tarantella_pp.simulation import Costs, search_schedule
+from tarantella_pp.schedule import (
+    SEARCHED,
+    Costs,
+    Schedule,
+    lower,
+    make_schedule,
+    search_schedule,
+    validate,
+)
 
 ROWS = 4
 # Arrays stand for tensors.

@@ -61,7 +61,7 @@ from tarantella_pp.runtime.recorder import (
     alike,
     measured_costs,
 )
-from tarantella_pp.simulation import simulate
+from tarantella_pp.schedule import simulate
 
 HOSTS = ("tnt-host-0", "tnt-host-1")
 ADDRESSES = ("10.99.0.1", "10.99.0.2")

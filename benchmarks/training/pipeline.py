@@ -46,8 +46,7 @@ from tarantella_pp.runtime.recorder import (
     gather_steps,
     measured_costs,
 )
-from tarantella_pp.schedule import TRAINING_NAMES, Schedule, lower
-from tarantella_pp.simulation import Costs, simulate
+from tarantella_pp.schedule import TRAINING_NAMES, Costs, Schedule, lower, simulate
 from tests.helpers.closed_forms import bubble_fraction
 
 STAGES_PER_RANK = {"interleaved": 2, "zb-v": 2}

@@ -1,4 +1,4 @@
-"""What commands read: numbers with units (`"10GB"`, `"5us"`), plans, and the MODEL of a command.
+"""What commands read: numbers, plans, and the MODEL of a command.
 
 A MODEL is a graph, a `.keras` file, a function that makes a model or one of `keras.applications`.
 """
@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -45,19 +45,6 @@ _VARIABLES = {
     "TF_ENABLE_ONEDNN_OPTS": "0",
 }
 
-# Units of numbers, in small letters.
-_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_FLOPS = {"": 1e12} | {
-    f"{prefix}flop{more}": scale
-    for prefix, scale in (("g", 1e9), ("t", 1e12), ("p", 1e15), ("e", 1e18))
-    for more in ("", "s", "/s", "s/s")
-}
-_BANDWIDTHS = {"": 1.0} | {
-    f"{prefix}{unit}{more}": base**power * scale
-    for power, prefix in enumerate(("", "k", "m", "g", "t"))
-    for unit, base, scale in (("b", 1000, 1.0), ("ib", 1024, 1.0), ("bit", 1000, 1 / 8))
-    for more in ("", "/s")
-}
 # Help of an option that names a machine.
 MACHINE = "core, p40, v100, a100, h100, h200, or a file that `HardwareSpec.save` wrote"
 
@@ -69,26 +56,12 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
-def _number(units: Mapping[str, float], least: float, expected: str) -> Callable[[str], float]:
-    """Makes what reads a number with a unit, and refuses others in words."""
-
-    def read(text: str) -> float:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-zµ/]*)\s*", text.lower())
-        value = float(match[1]) * units.get(match[2], math.inf) if match else math.inf
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"Expected {expected}. Received: {text!r}")
-        return value
-
-    return read
-
-
-# Below a thousand bytes, a unit has been forgotten: `--nic 10` is hardly meant for 10 bytes.
-bytes_per_second = _number(
-    _BANDWIDTHS, 1e3, "a number with its unit, e.g. '10GB', '10GB/s' or '100Gbit/s'"
-)
-seconds = _number(_SECONDS, 0.0, "seconds, or e.g. '5us' or '1ms'")
-positive_seconds = _number(_SECONDS, 1e-9, "more than 0 seconds, e.g. '90' or '500ms'")
-flops_per_second = _number(_FLOPS, 1.0, "TFLOP/s of a rank, or e.g. '500GFLOPs'")
+def positive_seconds(text: str) -> float:
+    """Reads a time."""
+    value = float(text) if re.fullmatch(r"\d+\.?\d*|\.\d+", text) else 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"Expected more than 0 seconds. Received: {text!r}")
+    return value
 
 
 def load_plan(path: str) -> Plan:

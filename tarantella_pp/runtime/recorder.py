@@ -16,19 +16,17 @@ from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.schedule import (
     Action,
     Compute,
-    Kind,
-    Link,
-    Reduce,
-    Schedule,
-    Transfer,
-    parse_action,
-)
-from tarantella_pp.simulation import (
     Costs,
     Event,
+    Kind,
+    Link,
     LinkCosts,
+    Reduce,
+    Schedule,
     StageCosts,
     StepTimeline,
+    Transfer,
+    parse_action,
     simulate,
 )
 

@@ -28,8 +28,7 @@ from tarantella_pp.runtime.recorder import (
     measured_costs,
     simulated,
 )
-from tarantella_pp.schedule import lower, make_schedule
-from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, simulate
+from tarantella_pp.schedule import Costs, LinkCosts, StageCosts, lower, make_schedule, simulate
 from tests.helpers.mpi import find_mpiexec, mpi_run
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")

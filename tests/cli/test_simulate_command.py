@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tests.helpers.commands import GRAPH
 from tests.helpers.plans import chain_graph, plan_of
 
@@ -20,14 +21,17 @@ def plan(tmp_path):
     return path
 
 
-def fast_links(*arguments):
-    """Links so fast that messages cost nothing to speak of; 1 GFLOP/s."""
-    return ("--link-bandwidth", "1000TB", "--link-latency", "0s", "--speed", "1GFLOPs", *arguments)
+@pytest.fixture
+def machine(tmp_path):
+    """A machine of 1 GFLOP/s, whose links cost nothing."""
+    path = tmp_path / "machine.json"
+    HardwareSpec(1e9, bandwidth=None, latency=0.0).save(path)
+    return "--machine", path
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_equal_stages_have_the_bubble_of_the_formula(command, plan, schedule) -> None:
-    found = command.json("simulate", plan, *fast_links("--schedule", schedule))
+def test_equal_stages_have_the_bubble_of_the_formula(command, plan, machine, schedule) -> None:
+    found = command.json("simulate", plan, *machine, "--schedule", schedule)
     slots = MICRO_BATCHES + STAGES - 1
     forward = SAMPLES / MICRO_BATCHES * FLOPS / 1e9
     assert found["pipeline_seconds"] == pytest.approx(slots * 3 * forward, rel=1e-6)
@@ -39,7 +43,9 @@ def test_equal_stages_have_the_bubble_of_the_formula(command, plan, schedule) ->
 
 
 @pytest.mark.parametrize("measured", [[0, 1, 2, 3], [1]])
-def test_measured_seconds_take_the_place_of_arithmetic(command, tmp_path, measured) -> None:
+def test_measured_seconds_take_the_place_of_arithmetic(
+    command, tmp_path, machine, measured
+) -> None:
     whole = plan_of(chain_graph(STAGES), [0, 1, 2, 3])
     stages = [
         replace(stage, forward_seconds=0.01, backward_seconds=0.03) if i in measured else stage
@@ -47,21 +53,22 @@ def test_measured_seconds_take_the_place_of_arithmetic(command, tmp_path, measur
     ]
     path = tmp_path / "plan.json"
     replace(whole, stages=tuple(stages)).save(path)
-    found = command.json("simulate", path, *fast_links())
+    found = command.json("simulate", path, *machine)
     busy = [rank["busy_seconds"] for rank in found["ranks"]]
     arithmetic = 3 * SAMPLES * FLOPS / 1e9
     for stage, seconds in enumerate(busy):
         wanted = MICRO_BATCHES * 0.04 if stage in measured else arithmetic
         assert seconds == pytest.approx(wanted, rel=1e-9)
-    half = command.json("simulate", path, *fast_links("--micro-batches", 2 * MICRO_BATCHES))
+    half = command.json("simulate", path, *machine, "--micro-batches", 2 * MICRO_BATCHES)
     assert half["ranks"][1]["busy_seconds"] == pytest.approx(busy[1], rel=1e-9)
     text = " ".join(found["assumptions"])
     assert ("stages 1 take" if len(measured) == 1 else "stages 0, 1, 2, 3 take") in text
     assert ("TFLOP/s" in text) == (len(measured) < STAGES)
 
 
-def test_the_curve_goes_from_2_to_4096_ranks(command, plan) -> None:
-    curve = command.json("simulate", plan, "--speed", "1GFLOPs")["scaling"]
+def test_the_curve_goes_from_2_to_4096_ranks(command, plan, machine) -> None:
+    HardwareSpec(1e9).save(machine[1])
+    curve = command.json("simulate", plan, *machine)["scaling"]
     assert [point["num_ranks"] for point in curve] == [2**k for k in range(1, 13)]
     assert [point["num_replicas"] for point in curve] == [1, 1, *(2**k for k in range(1, 11))]
     for point in curve:
@@ -72,12 +79,13 @@ def test_the_curve_goes_from_2_to_4096_ranks(command, plan) -> None:
     assert efficiency == sorted(efficiency, reverse=True)
 
 
-def test_options_reach_the_simulation(command, plan) -> None:
-    found = command.json("simulate", plan, *fast_links("--ranks", 2, "--schedule", "interleaved"))
+def test_options_reach_the_simulation(command, plan, machine) -> None:
+    found = command.json("simulate", plan, *machine, "--ranks", 2, "--schedule", "interleaved")
     # (p - 1) / (v m + p - 1) for two stages on each of two ranks.
     assert found["bubble"] == pytest.approx(1 / 9, rel=1e-6)
     assert len(found["ranks"]) == 2
-    slow = ("--speed", "1GFLOPs", "--link-bandwidth", "1kB", "--link-latency", "1ms")
+    HardwareSpec(1e9, latency=1e-3).save(machine[1])
+    slow = (*machine, "--link-bandwidth", "1kB")
     found = command.json("simulate", plan, *slow, "--micro-batches", 1, "--replicas", 4)
     # 32 samples of 32 bytes over three links there and back, and the compute of one micro-batch.
     messages = 6 * (32 * 32 / 1000 + 1e-3)
@@ -88,29 +96,6 @@ def test_options_reach_the_simulation(command, plan) -> None:
     ring = 2 * 3 * (8 * 8 * 4 / 4 / 1000 + 1e-3)
     assert found["step_seconds"] == pytest.approx(messages + compute + ring, rel=1e-9)
     assert (found["num_ranks"], found["samples"]) == (16, 4 * SAMPLES)
-
-
-def test_hosts_share_a_card(command, plan) -> None:
-    """Two ranks on each of two hosts: the message between hosts takes the card's time."""
-    speed = ("--speed", "1GFLOPs", "--link-latency", "0s", "--micro-batches", 1)
-    hosts = ("--ranks-per-node", 2, "--nic", "1kB", "--inside", "2kB")
-    found = command.json("simulate", plan, *speed, *hosts)
-    compute = STAGES * 3 * SAMPLES * FLOPS / 1e9
-    assert found["step_seconds"] == pytest.approx(2 * 32 * 32 * (2 / 2000 + 1 / 1000) + compute)
-    assert "have 2 ranks" in " ".join(found["assumptions"])
-    assert found["bubble_without_messages"] == pytest.approx(3 / 4)
-    # Four replicas: a host sums the gradients of two ranks, each with half of the card.
-    many = command.json("simulate", plan, *speed, *hosts, "--nodes", 8)
-    assert (many["num_replicas"], many["num_ranks"]) == (4, 16)
-    ring = 2 * 3 * 8 * 8 * 4 / 4 / 500
-    assert many["exposed_seconds"] == pytest.approx(ring)
-
-
-def test_the_curve_leaves_out_what_does_not_lie_alike(command, plan) -> None:
-    found = command.json("simulate", plan, "--ranks-per-node", 3)
-    assert [point["num_replicas"] for point in found["scaling"]] == [1, 1]
-    whole = command.json("simulate", plan, "--ranks-per-node", 8)
-    assert whole["scaling"][-1]["num_replicas"] == 1024
 
 
 def test_tables(command, plan) -> None:
@@ -130,12 +115,7 @@ def test_tables(command, plan) -> None:
         (2, ["PLAN", "--ranks", "3"], "num_ranks=3"),
         (2, ["PLAN", "--micro-batches", "33"], "32. Received: --micro-batches=33"),
         (2, ["PLAN", "--schedule", "forward"], "forward"),
-        (2, ["PLAN", "--nodes", "2"], "--nodes=2"),
-        (2, ["PLAN", "--nic", "1GB"], "--nic=1e+09"),
-        (2, ["PLAN", "--nodes", "3", "--ranks-per-node", "2"], "--nodes=3"),
-        (2, ["PLAN", "--nodes", "2", "--ranks-per-node", "2", "--replicas", "2"], "--replicas=2"),
-        (2, ["PLAN", "--ranks-per-node", "3", "--replicas", "2"], "ranks_per_node=3"),
-        (2, ["PLAN", "--speed", "nan"], "--speed: Expected TFLOP/s of a rank"),
+        (2, ["PLAN", "--link-bandwidth", "fast"], "--link-bandwidth='fast'"),
     ],
 )
 def test_mistakes_are_told_in_one_line(command, plan, code, arguments, complaint) -> None:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tarantella_pp.schedule import SCHEDULE_NAMES, SEARCHED, Schedule, lower, make_schedule
-from tarantella_pp.simulation import search_schedule
+from tarantella_pp.schedule import (
+    SCHEDULE_NAMES,
+    SEARCHED,
+    Schedule,
+    lower,
+    make_schedule,
+    search_schedule,
+)
 
 
 @st.composite

@@ -27,9 +27,9 @@ from tarantella_pp.schedule import (
     ScheduleSpec,
     lower,
     make_schedule,
+    simulate,
     validate,
 )
-from tarantella_pp.simulation import simulate
 
 pytestmark = pytest.mark.keras
 

@@ -12,10 +12,10 @@ from tarantella_pp.schedule import (
     lower,
     make_schedule,
     parse_action,
+    simulate,
     validate,
 )
-from tarantella_pp.simulation import simulate
-from tarantella_pp.simulation.simulator import Costs
+from tarantella_pp.schedule.simulator import Costs
 from tests.helpers.schedule_strategies import schedules
 
 

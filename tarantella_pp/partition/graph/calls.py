@@ -13,7 +13,6 @@ from tarantella_pp.internals.functional import trained_variables
 from tarantella_pp.partition.graph.flops import (
     SizedTensor,
     forward_flops,
-    function_flops,
     sized_call,
 )
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Tensor, Weight
@@ -140,7 +139,6 @@ def _node(
         parameters=sum(weight.bytes for weight in weights if weight.trainable),
         constants=sum(weight.bytes for weight in weights if not weight.trainable),
         flops=flops * times,
-        function_flops=function_flops(described) * times,
         flops_source=flops_source,
         keeps=kept.tensors,
         residual_bytes=kept.bytes * times,

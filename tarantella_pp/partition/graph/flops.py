@@ -188,21 +188,6 @@ def forward_flops(call: SizedCall) -> tuple[float, Source]:
     return _guess(call), "estimated"
 
 
-def function_flops(call: SizedCall) -> float:
-    """Counts how many of the operations of a call are steps of an activation function.
-
-    Softmax of attention is one; functions inside loops of recurrent layers are not counted.
-    """
-    if call.kind in ACTIVATION_KINDS:
-        return forward_flops(call)[0]
-    if call.kind in (*KERNELS, "Activation"):
-        return float(_activation(call.operation, call.output.size))
-    if call.kind in ATTENTIONS:
-        heads, _, _, queries, keys = attention_sizes(call)
-        return float(_ACTIVATIONS["softmax"] * heads * queries * keys)
-    return 0.0
-
-
 def _guess(call: SizedCall) -> float:
     """Guesses that matrices are multiplied at each position, as recurrent layers do."""
     weights = getattr(call.operation, "weights", ())

@@ -43,7 +43,6 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parameters: int = 0
     constants: int = 0  # bytes of its other variables
     flops: float = 0.0  # floating point operations of the forward pass, per sample
-    function_flops: float = 0.0  # how many of them are steps of an activation function
     # Whether `flops` follows a rule for this layer or is a guess
     flops_source: Source = "estimated"
     # Ids of those inputs and outputs that its backward pass needs again

@@ -9,23 +9,16 @@ Williams, Waterman and Patterson, "Roofline: an insightful visual performance mo
     of a micro-batch  /  weights, once  + activations of each sample
 
 On a CPU weights are not under that roof but come first: a product of matrices lays them out anew
-before it multiplies. So micro-batches of few samples are slow.
-
-A machine may know how fast layers of a kind really are (`LayerSpeed`). Of such a layer::
-
-    seconds = start + weights / their layout + the longer of arithmetic and traffic
-
-with the steps of activation functions as arithmetic of their own, at the speed of functions; and so
-of its gradients, whose speeds are others. Unless that was measured, they take twice as long.
+before it multiplies. So micro-batches of few samples are slow. Both gradients take twice as long.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -36,38 +29,6 @@ from tarantella_pp.partition.graph.units import item_bytes
 
 Positive = Annotated[float, msgspec.Meta(ge=1e-9)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
-LayerKind = Literal[
-    "product", "convolution", "pointwise", "depthwise", "large_depthwise", "normalization",
-    "function",
-]  # fmt: skip
-"""The fields of a machine that say how fast layers of a kind are."""
-
-
-class PassSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How fast layers of one kind are in one direction.
-
-    Attributes:
-        flops_per_second: Floating point operations of the forward pass that are passed in a second.
-        start_seconds: Seconds that a layer takes which has next to nothing to compute.
-        weight_bandwidth: Bytes of weights per second that are laid out, or whose gradients are;
-            `None` where that takes no time of its own.
-    """
-
-    flops_per_second: Positive
-    start_seconds: NotNegative = 0.0
-    weight_bandwidth: Positive | None = None
-
-
-class LayerSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank does of layers of one kind, as layers of that kind were measured.
-
-    Attributes:
-        forward: Their forward pass.
-        backward: Both gradients.
-    """
-
-    forward: PassSpeed
-    backward: PassSpeed
 
 
 class HardwareSpec(JsonRecord, frozen=True):
@@ -86,15 +47,8 @@ class HardwareSpec(JsonRecord, frozen=True):
             multiply, for each micro-batch anew; `None` where that takes no time of its own.
         split_factor: How many times as long the gradients of inputs and weights take apart as
             together.
-        product: What it does of products of matrices in layers (dense, attention, recurrent), where
-            that was measured; `None`: what the numbers above say. So are all that follow.
-        convolution: Of convolutions.
-        pointwise: Of convolutions of 1 x 1, which are products of matrices; `None`: as others.
-        depthwise: Of depthwise convolutions.
-        large_depthwise: Of those with windows above 3 x 3; `None`: as others.
-        normalization: Of batch normalization, by batch statistics.
-        function: Of activation functions, on their own or in layers; layers that only move data
-            start like these.
+        product, convolution, pointwise, depthwise, large_depthwise, normalization, function: In
+            files of before; nothing is made of them.
     """
 
     noun: ClassVar[str] = "machine"
@@ -106,21 +60,13 @@ class HardwareSpec(JsonRecord, frozen=True):
     memory_bandwidth: Positive | None = None
     split_factor: Positive = 1.0
     weight_bandwidth: Positive | None = None
-    product: LayerSpeed | None = None
-    convolution: LayerSpeed | None = None
-    pointwise: LayerSpeed | None = None
-    depthwise: LayerSpeed | None = None
-    large_depthwise: LayerSpeed | None = None
-    normalization: LayerSpeed | None = None
-    function: LayerSpeed | None = None
-
-    @property
-    def layers(self) -> dict[str, LayerSpeed]:
-        """The kinds of layers that were measured."""
-        given = {name: getattr(self, name) for name in get_args(LayerKind)}
-        given["pointwise"] = self.pointwise or self.convolution
-        given["large_depthwise"] = self.large_depthwise or self.depthwise
-        return {name: speed for name, speed in given.items() if speed is not None}
+    product: Any = None
+    convolution: Any = None
+    pointwise: Any = None
+    depthwise: Any = None
+    large_depthwise: Any = None
+    normalization: Any = None
+    function: Any = None
 
 
 CORE = HardwareSpec(
@@ -171,31 +117,23 @@ def machine_of(given: HardwareSpec | str | os.PathLike[str]) -> HardwareSpec:
 
 BOTH_GRADIENTS = 2.0
 """How many times as long as the forward pass the backward pass takes, if nothing else is known."""
-_LARGE_WINDOW = 3
-"""Depthwise convolutions with larger windows have a kind of their own."""
-_PRODUCTS = ("Einsum", "Matmul", "Dot", "Attention", "AdditiveAttention")
-"""Products of matrices without weights."""
 LOSS_STEPS = 15
-"""Steps of a function that a loss takes for each entry of an output, about as a cross-entropy of
-logits. Others take from a fifth of it (mean squared error) to twice as many."""
+"""FLOPs of a loss for each entry of an output, about as of a cross-entropy of logits. Others take
+from a fifth of it (mean squared error) to twice as many."""
 
 
 class NodeWork(msgspec.Struct, frozen=True, array_like=True):
-    """What the forward pass of an operation does; in files an array, once of six entries.
+    """What the forward pass of an operation does; in files an array, once of more entries.
 
     Attributes:
         flops: Floating point operations, per sample; of an output of the model with its loss.
         activation_bytes: Bytes of activations read and written, per sample.
         weight_bytes: Bytes of variables read, for each micro-batch anew.
-        kind: What kind of layer it is; `None` in plans from before that was told.
-        function_flops: How many of `flops` are steps of an activation function.
     """
 
     flops: float
     activation_bytes: float
     weight_bytes: float
-    kind: LayerKind | None = None
-    function_flops: float = 0.0
 
 
 def node_work(graph: LayerGraph) -> tuple[NodeWork, ...]:
@@ -209,74 +147,34 @@ def node_work(graph: LayerGraph) -> tuple[NodeWork, ...]:
 
 
 def _work(graph: LayerGraph, node: Node, loss: float) -> NodeWork:
-    """Counts what one operation reads and writes; a view of another tensor is neither.
-
-    The loss of what it makes counts as steps of an activation function.
-    """
+    """Counts what one operation reads and writes; a view of another tensor is neither."""
     outputs = [graph.tensors[t] for t in node.outputs]
     moved = [t for t in outputs if t.alias_of is None]
     if not moved:
-        return NodeWork(node.flops + loss, 0.0, 0.0, "function" if loss else None, loss)
+        return NodeWork(node.flops + loss, 0.0, 0.0)
     written = sum(t.bytes_per_sample for t in moved)
     read = sum(graph.tensors[t].bytes_per_sample for t in node.inputs)
     weights = sum(graph.weights[w].bytes for w in node.weights) if node.flops else 0
     # Of a table only the rows that are picked are read: as much as is made of them.
     picked = written if node.weights and not node.flops else 0
     moves = read + written + picked + node.residual_bytes
-    functions = node.function_flops + loss
-    return NodeWork(node.flops + loss, moves, weights, _kind(graph, node), functions)
-
-
-def _kind(graph: LayerGraph, node: Node) -> LayerKind:
-    """Returns what an operation is most like."""
-    weights = [graph.weights[w] for w in node.weights]
-    if node.kind == "BatchNormalization":
-        return "normalization"
-    if "Conv" in node.kind and weights:
-        if node.kind.startswith("Separable"):  # most of it
-            return "pointwise"
-        window = max(weights, key=lambda weight: weight.bytes).shape[:-2]
-        if node.kind.startswith("Depthwise"):
-            return "large_depthwise" if max(window, default=1) > _LARGE_WINDOW else "depthwise"
-        return "pointwise" if set(window) == {1} else "convolution"
-    multiplies = node.flops and any(len(weight.shape) > 1 for weight in weights)
-    return "product" if multiplies or node.kind in _PRODUCTS else "function"
+    return NodeWork(node.flops + loss, moves, weights)
 
 
 def roofline_seconds(
     work: Sequence[NodeWork], samples: float, machine: HardwareSpec
 ) -> list[tuple[float, float]]:
     """Returns the seconds of each operation for one micro-batch, forward and backward."""
-    forward = _Pass(machine, {kind: speed.forward for kind, speed in machine.layers.items()}, 1.0)
-    speeds = {kind: speed.backward for kind, speed in machine.layers.items()}
-    backward = _Pass(machine, speeds, BOTH_GRADIENTS)
-    return [(forward.seconds(one, samples), backward.seconds(one, samples)) for one in work]
+    return [(seconds := _seconds(one, samples, machine), BOTH_GRADIENTS * seconds) for one in work]
 
 
-class _Pass:
-    """One direction of operations; what was not measured takes `times` as long as forward."""
-
-    def __init__(
-        self, machine: HardwareSpec, speeds: Mapping[str, PassSpeed], times: float
-    ) -> None:
-        self._speeds, self._times, self._bandwidth = speeds, times, machine.memory_bandwidth
-        laid_out = machine.weight_bandwidth and machine.weight_bandwidth / times
-        self._plain = PassSpeed(machine.flops_per_second / times, 0.0, laid_out)
-
-    def seconds(self, work: NodeWork, samples: float) -> float:
-        """Seconds of an operation, at the speeds of its kind and of functions."""
-        if not (work.activation_bytes or work.flops):  # a view of another tensor
-            return 0.0
-        measured = self._speeds.get(work.kind or "")
-        speed = measured or self._plain
-        steps = self._speeds.get("function", speed)
-        rest = self._plain if work.kind == "function" else speed
-        first, moved = speed.start_seconds, samples * work.activation_bytes
-        if speed.weight_bandwidth is not None:
-            first += work.weight_bytes / speed.weight_bandwidth
-        elif measured is None:
-            moved += work.weight_bytes
-        arithmetic = (work.flops - work.function_flops) / rest.flops_per_second
-        arithmetic += work.function_flops / steps.flops_per_second
-        traffic = 0.0 if self._bandwidth is None else self._times * moved / self._bandwidth
-        return first + max(samples * arithmetic, traffic)
+def _seconds(work: NodeWork, samples: float, machine: HardwareSpec) -> float:
+    first, moved = 0.0, samples * work.activation_bytes
+    if not (work.activation_bytes or work.flops):  # a view of another tensor
+        return 0.0
+    if machine.weight_bandwidth is not None:
+        first = work.weight_bytes / machine.weight_bandwidth
+    else:
+        moved += work.weight_bytes
+    traffic = 0.0 if machine.memory_bandwidth is None else moved / machine.memory_bandwidth
+    return first + max(samples * work.flops / machine.flops_per_second, traffic)

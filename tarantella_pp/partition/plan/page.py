@@ -29,7 +29,7 @@ from tarantella_pp.partition.plan.plan_parts import StagePlan
 from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tarantella_pp.partition.plan.report import step_lines
 from tarantella_pp.schedule import Compute
-from tarantella_pp.simulation.simulator import StepTimeline, idle_fraction
+from tarantella_pp.schedule.simulator import StepTimeline, idle_fraction
 
 # Most rows of tables; who needs more reads the plan itself.
 MOST_ROWS, MOST_REPLICAS = 5000, 64

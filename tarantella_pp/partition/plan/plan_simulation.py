@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -14,19 +13,17 @@ import msgspec
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork, roofline_seconds
 from tarantella_pp.partition.plan.plan_data import PlanData
-from tarantella_pp.partition.plan.plan_parts import rank_in_job
 from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.lowering import lower
-from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec
-from tarantella_pp.simulation.network import Network, Nodes
-from tarantella_pp.simulation.schedule_search import search_schedule
-from tarantella_pp.simulation.simulator import (
+from tarantella_pp.schedule.schedule_search import search_schedule
+from tarantella_pp.schedule.simulator import (
     Costs,
     LinkCosts,
     StageCosts,
     StepTimeline,
     simulate,
 )
+from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec
 
 # Where the scaling curve ends.
 MOST_RANKS = 4096
@@ -141,8 +138,6 @@ class PlanSimulation:
     machine: HardwareSpec
     schedule: str
     num_micro_batches: int  # on each replica, at most
-    nodes: Nodes | None = None  # by default each rank has a host of its own
-    num_replicas: int | None = None  # that share the hosts; by default the plan's
 
     @property
     def samples(self) -> int:
@@ -174,24 +169,11 @@ class PlanSimulation:
             for target in cut.targets:
                 sizes[cut.source, target] += sent + cut.mask_bytes
                 sizes[target, cut.source] += sent if cut.has_gradient else 0
-        where, network = spec.placement, self._network(spec.num_ranks)
-        speeds = network.link_speeds({pair: (where[pair[0]], where[pair[1]]) for pair in sizes})
+        scale = mean / planned / (self.machine.bandwidth or math.inf)
         links = {
-            pair: LinkCosts(size * mean / planned / speeds[pair], self.machine.latency)
-            for pair, size in sizes.items()
+            pair: LinkCosts(size * scale, self.machine.latency) for pair, size in sizes.items()
         }
         return Costs(tuple(stages), links)
-
-    def _network(self, num_ranks: int, num_replicas: int | None = None) -> Network:
-        """Which ranks share a host."""
-        replicas = num_replicas or self.num_replicas or self.plan.num_replicas
-        together, bandwidth = self.plan.placement, self.machine.bandwidth
-
-        def rank_of(replica: int, position: int) -> int:
-            return rank_in_job(replica, position, replicas, num_ranks, together)
-
-        nodes = self.nodes or Nodes(1, bandwidth, bandwidth)
-        return nodes.network(num_ranks, replicas, rank_of, self.machine.latency)
 
     def _held_again(self, spec: ScheduleSpec) -> dict[int, float]:
         """Stages that recompute, with what they make again and hold, over what was planned."""
@@ -268,23 +250,25 @@ class PlanSimulation:
     def without_messages(self) -> PlanSimulation:
         """Returns the same on a machine whose links take no time: what balance alone costs."""
         free = msgspec.structs.replace(self.machine, bandwidth=None, latency=0.0)
-        return replace(self, machine=free, nodes=None)
+        return replace(self, machine=free)
 
     def replicated(self, step: StepTimeline, num_replicas: int) -> StepTimeline:
         """Returns the step of several replicas, with the sums of their gradients.
 
         The replicas of a stage sum its gradients in a ring of their own, bucket by bucket, as soon
-        as its last weight gradient is there; the other stages compute meanwhile.
+        as its last weight gradient is there; the other stages compute meanwhile. Patarasuk and
+        Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69
+        (2009): each of R replicas sends 2 (R - 1) messages of a share of 1 / R.
         """
         if num_replicas == 1:
             return replace(step, reductions=())
-        network = self._network(step.num_ranks, num_replicas)
-        return step.with_reductions(
-            [
-                [network.allreduce_seconds(size) for size in stage.reduced_bytes]
-                for stage in self.plan.stages
-            ]
-        )
+        share, latency = num_replicas * (self.machine.bandwidth or math.inf), self.machine.latency
+        messages = 2 * (num_replicas - 1)
+        seconds = [
+            [messages * (size / share + latency) if size else 0.0 for size in stage.reduced_bytes]
+            for stage in self.plan.stages
+        ]
+        return step.with_reductions(seconds)
 
     def point(self, step: StepTimeline, num_replicas: int) -> ScalePoint:
         """Returns what the step of several replicas comes to."""
@@ -297,22 +281,16 @@ class PlanSimulation:
             samples / seconds, speed_up, speed_up / num_ranks,
         )  # fmt: skip
 
-    def curve(self, step: StepTimeline, num_ranks: int | None = None) -> list[ScalePoint]:
+    def curve(self, step: StepTimeline) -> list[ScalePoint]:
         """Returns the steps on 2 to 4,096 ranks."""
         # Up to a rank for each stage there is one pipeline, whose ranks own several stages; then
-        # 2, 4, 8 ... replicas of it, but for numbers that do not lie alike on their hosts.
-        size = step.num_ranks
-        # ZB-V needs its two stages on each rank, and a schedule of one's own names its ranks.
-        custom = self._runs_own and self.plan.schedule_text is not None
+        # 2, 4, 8 ... replicas of it. ZB-V needs its two stages on each rank, and a schedule of
+        # one's own names its ranks.
+        size, custom = step.num_ranks, self._runs_own and self.plan.schedule_text is not None
         shared = self.schedule != "zb-v" and not custom
         fewer = [ranks for ranks in range(2, size) if shared and size % ranks == 0]
-        alone = replace(self, num_replicas=1)
-        points = [alone.point(alone.step(ranks), 1) for ranks in fewer]
-        for replicas in (2**k for k in range(MOST_RANKS.bit_length())):
-            if not 2 <= replicas * size <= MOST_RANKS:
-                continue
-            one = replace(self, num_replicas=replicas)
-            with contextlib.suppress(ScheduleError):  # they do not lie alike on their hosts
-                # Where a replica lies among the hosts changes its links, so it is played anew.
-                points.append(one.point(one.step(num_ranks) if self.nodes else step, replicas))
-        return points
+        counts = [2**k for k in range(MOST_RANKS.bit_length()) if 2 <= 2**k * size <= MOST_RANKS]
+        return [
+            *(self.point(self.step(ranks), 1) for ranks in fewer),
+            *(self.point(step, replicas) for replicas in counts),
+        ]

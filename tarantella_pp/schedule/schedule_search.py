@@ -19,8 +19,8 @@ from tarantella_pp.schedule.generators import (
 from tarantella_pp.schedule.list_scheduling import ListScheduler
 from tarantella_pp.schedule.lowering import lower, parts_of
 from tarantella_pp.schedule.schedule import Schedule
+from tarantella_pp.schedule.simulator import Costs, simulate
 from tarantella_pp.schedule.spec import SEARCHED
-from tarantella_pp.simulation.simulator import Costs, simulate
 
 
 def search_schedule(

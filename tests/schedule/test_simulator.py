@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule import (
     Compute,
+    Costs,
+    LinkCosts,
     Schedule,
+    StageCosts,
     Transfer,
     kept_whole,
     lower,
     make_schedule,
+    simulate,
 )
-from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, simulate
 from tests.helpers.closed_forms import bubble_fraction
 from tests.helpers.schedule_strategies import lowered_schedules
 

@@ -5,13 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import TarantellaError
-from tarantella_pp.schedule import lower, make_schedule, validate
-from tarantella_pp.simulation import (
+from tarantella_pp.schedule import (
     Costs,
     LinkCosts,
     StageCosts,
+    lower,
+    make_schedule,
     search_schedule,
     simulate,
+    validate,
 )
 
 

@@ -80,6 +80,13 @@ class _ReadFile(saving_lib.H5IOStore):  # type: ignore[misc]
         return super().__getitem__(key) if found is None else found
 
 
+def twin_of(model: Any, **changes: Any) -> Any:
+    """The same model, of the same class and with the same layers, but for some attributes."""
+    twin = object.__new__(type(model))
+    object.__setattr__(twin, "__dict__", {**vars(model), **changes})
+    return twin
+
+
 def called_by_writer() -> bool:
     """Whether the caller was asked by a function of Keras that is about to write a file."""
     asking = sys._getframe(2).f_code

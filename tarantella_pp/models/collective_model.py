@@ -14,7 +14,7 @@ import numpy as np
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.files.file_replacement import replace_file
 from tarantella_pp.files.keras_file import KerasFile, read_state, read_weights, write_plain
-from tarantella_pp.internals.model_files import called_by_writer, save_weights
+from tarantella_pp.internals.model_files import called_by_writer, save_weights, twin_of
 from tarantella_pp.models.model_validation import check_one_file, check_overwrite, path_of
 from tarantella_pp.runtime.comm.collective import (
     collective,
@@ -58,6 +58,45 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
     def built(self, value: bool) -> None:
         self._is_built = value
 
+    @property
+    def _wrapped(self) -> keras.Model:
+        """The user's model, which has the weights."""
+        model: keras.Model = self._engine.extracted.model
+        return model
+
+    def _is_theirs(self, name: str) -> bool:
+        """Whether only the wrapped model, of a class of the user's own, has an attribute."""
+        if name.startswith("_") or "_engine" not in self.__dict__:
+            return False
+        ours = name in self.__dict__ or hasattr(type(self), name)
+        is_stock = type(self._wrapped).__module__.startswith("keras.")
+        return not ours and not is_stock and hasattr(self._wrapped, name)
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the wrapped model's class has, such as `generate` of a task."""
+        return getattr(self._wrapped if self._is_theirs(name) else super(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets what only the wrapped model has, such as the preprocessor of a task, there."""
+        if self._is_theirs(name):
+            setattr(self._wrapped, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @collective()
+    def gather(self) -> None:
+        """Brings all weights up to date on every rank; all ranks must call it.
+
+        Until the next training step each rank can use the wrapped model by itself then.
+
+        Example::
+
+            model.fit(texts, batch_size=8)
+            model.gather()
+            print(model.generate("Once upon a time"))  # of the wrapped `CausalLM`
+        """
+        self._engine.weights.gather()
+
     @collective()
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
         """Returns all weights, on every rank; all ranks must call it."""
@@ -94,7 +133,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration of the wrapped model."""
-        config: dict[str, Any] = self._engine.extracted.model.get_config()
+        config: dict[str, Any] = self._wrapped.get_config()
         return config
 
     @classmethod
@@ -217,17 +256,12 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         on_one_rank(communicator, last, what, work)
 
     def _plain(self, optimizer: Any) -> keras.Model:
-        """Makes a stock Keras model of the same layers, to save or to load."""
-        extracted = self._engine.extracted
-        name = extracted.model.name
-        plain = keras.Model(extracted.inputs_struct, extracted.outputs_struct, name=name)
-        if optimizer is not None:
-            plain.compile(optimizer, auto_scale_loss=False)  # which is done where it should be
-        return plain
+        """The wrapped model with this optimizer, to save or to load as Keras does."""
+        return twin_of(self._wrapped, optimizer=optimizer)
 
     def _config(self, optimizer: Any = True) -> dict[str, Any]:
         """Describes the wrapped model, with its compilation if there is an optimizer."""
-        config: dict[str, Any] = keras.saving.serialize_keras_object(self._engine.extracted.model)
+        config: dict[str, Any] = keras.saving.serialize_keras_object(self._wrapped)
         config.pop("compile_config", None)
         if optimizer is not None and (compiled := self.get_compile_config()):
             config["compile_config"] = compiled

@@ -190,7 +190,7 @@ def _with_own_steps(
     own = type(model)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     # A class of its own, so that the user's class and model stay what they are.
-    kind: Any = type(own.__name__, (OwnStepModel, own), {**names, "_plain": model})
+    kind: Any = type(own.__name__, (OwnStepModel, own), {**names, "_wrapped": model})
     model._engine = ReplicaSteps(model, ranks, gradient_dtype)
     model.train_function = model.test_function = model.predict_function = None
     replicas = object.__new__(kind)
@@ -202,7 +202,7 @@ class OwnStepModel(TrainingLoops):
     """Comes before the class of a model whose own steps are run on all ranks."""
 
     _engine: ReplicaSteps
-    _plain: keras.Model
+    _wrapped: keras.Model
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Configures training as the user's class does; all ranks must call it."""
@@ -217,8 +217,8 @@ class OwnStepModel(TrainingLoops):
 
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Trains the model; takes and returns what `keras.Model.fit` does, as `tnt.Model.fit`."""
-        given = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
-        for callback in listed(given.get("callbacks")):
+        given = inspect.signature(type(self._wrapped).fit).bind(self, *args, **kwargs).arguments
+        for callback in listed(given.get("callbacks") or given.get("kwargs", {}).get("callbacks")):
             if isinstance(callback, (Checkpoint, keras.callbacks.BackupAndRestore)):
                 raise ConfigurationError(
                     f"Callback {type(callback).__name__} keeps the state of a pipeline. For a "
@@ -237,7 +237,7 @@ class OwnStepModel(TrainingLoops):
     @collective("overwrite")
     def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
         """Saves the model as plain Keras does; all ranks must call it, the last one writes."""
-        write_on_last_rank(functools.partial(self._plain.save, **kwargs), filepath, overwrite)
+        write_on_last_rank(functools.partial(self._wrapped.save, **kwargs), filepath, overwrite)
 
     @collective("overwrite")
     def save_weights(
@@ -245,12 +245,12 @@ class OwnStepModel(TrainingLoops):
     ) -> None:
         """Saves the weights as plain Keras does; all ranks must call it, the last one writes."""
         model_validation.check_one_file(max_shard_size)
-        write_on_last_rank(self._plain.save_weights, filepath, overwrite)
+        write_on_last_rank(self._wrapped.save_weights, filepath, overwrite)
 
     @collective("skip_mismatch", contents=lambda given: contents_of(given["filepath"]))
     def load_weights(self, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> None:
         """Loads weights as plain Keras does; all ranks must call it, and each reads the file."""
-        self._plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+        self._wrapped.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
 
 def write_on_last_rank(write: Callable[[Path], None], filepath: Any, overwrite: bool) -> None:

@@ -225,9 +225,9 @@ def clone_model(
     given = {n: value for n, value in zip(names, values, strict=True) if value is not None}
     if isinstance(model, PipelineModel) and not given and not options:
         options = {"plan": model.plan}
-    plain = model._plain if isinstance(model, OwnStepModel) else model
+    plain = model._wrapped if isinstance(model, OwnStepModel) else model
     if isinstance(model, PipelineModel):
-        plain = model._engine.extracted.model
+        plain = model._wrapped
     compilation = model.get_compile_config() if model.compiled else None
 
     whole = functools.partial(keras.models.clone_model, plain, **given)

@@ -186,11 +186,11 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         """The layers of the wrapped model, as it lists them itself."""
         if "_engine" not in self.__dict__:  # Keras asks for them while it makes this model
             return list(super().layers)
-        return list(self._engine.extracted.model.layers)
+        return list(self._wrapped.layers)
 
     def summary(self, *args: Any, **kwargs: Any) -> None:
         """Prints the summary of the wrapped model."""
-        self._engine.extracted.model.summary(*args, **kwargs)
+        self._wrapped.summary(*args, **kwargs)
 
     @property
     def distribute_strategy(self) -> Any:
@@ -288,7 +288,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         self._engine.weights.refresh()
         if self._engine.communicator.size > 1:
             # Functions of the wrapped model, once traced, would read stale weights without asking.
-            forget_functions(self._engine.extracted.model)
+            forget_functions(self._wrapped)
         super().make_train_function(force)
 
     def make_test_function(self, force: bool = False) -> None:

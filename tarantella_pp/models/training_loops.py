@@ -17,6 +17,7 @@ from tarantella_pp.callbacks.rank_rules import (
 )
 from tarantella_pp.internals.data import train_validation_split
 from tarantella_pp.internals.optimizers import settable_learning_rate
+from tarantella_pp.models.own_loops import surrounded
 from tarantella_pp.runtime.comm.collective import collective
 from tarantella_pp.runtime.data.data_adapter import (
     GivenData,
@@ -38,6 +39,7 @@ class TrainingLoops(_AnyModel):
     """Keras' own loops over data; each rank gets its part."""
 
     _engine: Any  # an `Engine` of a pipeline, or the `ReplicaSteps` of a model with its own steps
+    _wrapped: keras.Model  # the user's own
 
     def make_train_function(self, force: bool = False) -> None:
         """Builds this rank's training step; called by Keras' own loops."""
@@ -57,6 +59,7 @@ class TrainingLoops(_AnyModel):
         """Builds this rank's prediction step; called by Keras' own loops."""
         self.predict_function = predict_function(self._engine)
 
+    @surrounded
     @collective(
         "epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq",
         learning_rate=learning_rate_of,
@@ -114,7 +117,8 @@ class TrainingLoops(_AnyModel):
             )  # fmt: skip
         callbacks = callbacks_of_rank(callbacks, self, engine.communicator, checkpoint)
         with contextlib.nullcontext() if checkpoint is None else checkpoint.attached():
-            history = super().fit(
+            history = keras.Model.fit(
+                self,
                 train,
                 epochs=epochs,
                 verbose=verbose if engine.prints else 0,
@@ -128,6 +132,7 @@ class TrainingLoops(_AnyModel):
         engine.share_metrics()  # of an epoch that was cut short
         return history
 
+    @surrounded
     @collective("steps")
     def evaluate(
         self,
@@ -146,7 +151,8 @@ class TrainingLoops(_AnyModel):
         if not kwargs:
             x = shared_adapter(engine, x, y, sample_weight, batch_size, steps)
             callbacks = callbacks_of_rank(callbacks, self, engine.communicator)
-        logs = super().evaluate(
+        logs = keras.Model.evaluate(
+            self,
             x,
             verbose=verbose if engine.prints else 0,
             steps=steps,
@@ -157,6 +163,7 @@ class TrainingLoops(_AnyModel):
         engine.share_metrics()
         return logs
 
+    @surrounded
     @collective("steps")
     def predict(
         self,
@@ -168,24 +175,28 @@ class TrainingLoops(_AnyModel):
     ) -> Any:
         """Predicts; takes and returns what `keras.Model.predict` does, on all ranks."""
         engine = self._engine
-        return super().predict(
+        return keras.Model.predict(
+            self,
             shared_adapter(engine, x, None, None, batch_size, steps),
             verbose=verbose if engine.prints else 0,
             steps=steps,
             callbacks=callbacks_of_rank(callbacks, self, engine.communicator),
         )
 
+    @surrounded
     @collective(learning_rate=learning_rate_of)
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Trains on one batch, which only rank 0 reads; all ranks must call it."""
-        return super().train_on_batch(*args, **kwargs)
+        return keras.Model.train_on_batch(self, *args, **kwargs)
 
+    @surrounded
     @collective()
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates one batch, which only rank 0 reads; all ranks must call it."""
-        return super().test_on_batch(*args, **kwargs)
+        return keras.Model.test_on_batch(self, *args, **kwargs)
 
+    @surrounded
     @collective()
     def predict_on_batch(self, x: Any) -> Any:
         """Predicts one batch, which only rank 0 reads; all ranks must call it."""
-        return super().predict_on_batch(x)
+        return keras.Model.predict_on_batch(self, x)

@@ -21,8 +21,6 @@ from tarantella_pp.runtime.comm.communicator import Communicator
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-# With this, Keras' own `fit` calls `evaluate`: a part of `fit`, not a call of the user's.
-_OF_KERAS_FIT = "_use_cached_eval_dataset"
 _COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics", "steps_per_execution")
 
 
@@ -37,7 +35,7 @@ def collective(
         @functools.wraps(method)
         def announced(model: Any, *args: Any, **kwargs: Any) -> Any:
             communicator = model._engine.communicator
-            if communicator.size == 1 or _OF_KERAS_FIT in kwargs:
+            if communicator.size == 1 or of_keras_fit(kwargs):
                 return method(model, *args, **kwargs)
             given = signature.bind(model, *args, **kwargs)
             given.apply_defaults()
@@ -49,6 +47,11 @@ def collective(
         return cast(_Method, announced)
 
     return decorate
+
+
+def of_keras_fit(kwargs: Mapping[str, Any]) -> bool:
+    """Whether Keras' own `fit` calls `evaluate` so: a part of `fit`, not a call of the user's."""
+    return "_use_cached_eval_dataset" in kwargs
 
 
 def digest(arrays: Iterable[Any]) -> str:

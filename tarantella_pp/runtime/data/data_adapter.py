@@ -8,6 +8,8 @@ random numbers, gives each rank something else.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import logging
 import types
@@ -26,7 +28,7 @@ from tarantella_pp.internals.data import (
     get_data_adapter,
     order_of,
 )
-from tarantella_pp.runtime.comm.collective import on_all_ranks
+from tarantella_pp.runtime.comm.collective import digest, on_all_ranks
 from tarantella_pp.runtime.data.batch import READER, ArrayRows, Batch
 from tarantella_pp.runtime.data.data_cursor import DataCursor
 from tarantella_pp.runtime.data.data_feed import DataFeed
@@ -227,9 +229,29 @@ def _described(given: GivenData, arrays: ArrayRows | None) -> str:
         return f"arrays {arrays.fingerprint()}"
     if given.is_function:
         return _FUNCTION
+    text = f"a {type(x).__name__}"
     if isinstance(x, tf.data.Dataset):
         size = int(x.cardinality())
-        return "a tf.data.Dataset" + (f" of {size} batches" if size >= 0 else "")
+        text = "a tf.data.Dataset" + (f" of {size} batches" if size >= 0 else "")
     if isinstance(x, keras.utils.PyDataset):
-        return f"a PyDataset of {x.num_batches} batches"
-    return f"a {type(x).__name__}"
+        text = f"a PyDataset of {x.num_batches} batches"
+    return text + _made_of.get()
+
+
+@contextlib.contextmanager
+def data_made_of(given: Any) -> Iterator[None]:
+    """Says that data to be opened are made of others, which must be the same on all ranks."""
+    leaves = keras.tree.flatten(given)
+    texts = [leaf for leaf in leaves if isinstance(leaf, (str, bytes))]
+    arrays = [np.asarray(leaf) for leaf in leaves if isinstance(leaf, (np.ndarray, tf.Tensor))]
+    texts += [array.tolist() for array in arrays if array.dtype == object]
+    found = [np.frombuffer(repr(texts).encode(), np.uint8)]
+    found += [array for array in arrays if array.dtype != object]
+    before = _made_of.set(f" made of data with hash {digest(found)}" if texts or arrays else "")
+    try:
+        yield
+    finally:
+        _made_of.reset(before)
+
+
+_made_of = contextvars.ContextVar("_made_of", default="")

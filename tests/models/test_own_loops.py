@@ -1,0 +1,87 @@
+"""Models whose class surrounds Keras' loops, by preparing the data, train as plain Keras does."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tarantella_pp as tnt
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import distance, use_float64
+from tests.zoo.tasks import TEXTS, Scaled, Task
+
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+
+
+def plain(task):
+    return task
+
+
+def pipeline(task):
+    return tnt.PipelineModel(task, num_stages=2, num_micro_batches=2)
+
+
+def unbatched(texts):
+    """A data set whose length is not known."""
+    return tf.data.Dataset.from_tensor_slices(texts).filter(lambda text: True).batch(3)
+
+
+def numbers_of(wrap):
+    """All that a task gives: logs, predictions, weights, and what it does by itself afterwards."""
+    keras.utils.set_random_seed(1)
+    task = Task()
+    task.compile(keras.optimizers.SGD(0.3, momentum=0.9))
+    model = wrap(task)
+    logs = model.fit(TEXTS, batch_size=3, epochs=2, validation_data=TEXTS[:4], verbose=0).history
+    found = [*logs.values(), *model.fit(unbatched(TEXTS), verbose=0).history.values()]
+    found.append(model.evaluate(TEXTS, batch_size=4, verbose=0))
+    found.append(model.train_on_batch(tf.constant(TEXTS)))
+    found.append(model.predict(TEXTS, batch_size=2, verbose=0).tolist())
+    model.preprocessor = None
+    found.append(model.predict(np.arange(20).reshape(4, 5) % 16, verbose=0).tolist())
+    model.preprocessor = Task().preprocessor
+    if model is not task:
+        model.gather()
+    found.append(model.next_letters("a plane"))
+    found += [weight.tolist() for weight in task.get_weights()]
+    return found
+
+
+def on_ranks():
+    use_float64()
+    found = [numbers_of(pipeline), numbers_of(tnt.Model)]
+    model = pipeline(Task())
+    rank = tnt.get_rank()
+    with pytest.raises(ConfigurationError, match="must have the same data"):
+        model.fit(TEXTS if rank == 0 else TEXTS[::-1], verbose=0)
+    history = model.fit(TEXTS if rank == 0 else None, batch_size=7, verbose=0).history
+    return found, history["loss"]
+
+
+def test_tasks_take_texts_and_train_exactly():
+    expected = numbers_of(plain)
+    assert distance(numbers_of(pipeline), expected) < 1e-13
+    run = mpi_run(2, on_ranks).check()
+    assert run.results[0][1] == run.results[1][1]
+    for found, _ in run.results:
+        for numbers in found:
+            assert distance(numbers, expected) < 1e-13
+
+
+def test_files_are_those_of_the_task(tmp_path):
+    model = pipeline(Task(width=6))
+    model.fit(TEXTS, verbose=0)
+    model.save(tmp_path / "task.keras")
+    with pytest.warns(UserWarning, match="custom"):  # Keras does not call the class's `compile`
+        task = keras.models.load_model(tmp_path / "task.keras")
+    assert type(task) is Task
+    assert task.width == 6
+    assert distance(task.get_weights(), model.get_weights()) == 0
+
+
+def test_a_class_that_computes_around_its_graph_is_refused():
+    with pytest.raises(UnsupportedModelError, match="Scaled"):
+        pipeline(Scaled())

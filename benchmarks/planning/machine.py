@@ -15,7 +15,6 @@ not. There the time of the processor counts, as often as there are ranks for eac
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import socket
 import time
@@ -25,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from tarantella_pp.cli.doctor_probe import measure_pair
 from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec
 from tarantella_pp.runtime.comm.communicator import Communicator, world
+from tarantella_pp.runtime.comm.machine import measure_link
 
 SECONDS, TIMES = 4.0, 5
 """How long probes run, and how often each, at the least."""
@@ -234,16 +233,9 @@ def slowest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def slowest_link(group: Communicator) -> tuple[float, float]:
-    """Returns the bandwidth and the latency of the slowest link between two ranks."""
-    bandwidths, latencies = [], []
-    for pair in itertools.combinations(range(group.size), 2):
-        group.barrier()
-        mine = measure_pair(group, sum(pair) - group.rank) if group.rank in pair else {}
-        found = group.allgather_json(mine)[pair[0]]
-        bandwidths.append(1e9 * found["bandwidth_gb_per_s"])
-        latencies.append(1e-6 * found["latency_us"])
-    return min(bandwidths, default=CORE.bandwidth), max(latencies, default=CORE.latency)
+def link_of(group: Communicator) -> tuple[float, float]:
+    """Returns the bandwidth and the latency of the slowest link."""
+    return measure_link(group) if group.size > 1 else (CORE.bandwidth, CORE.latency)
 
 
 def machine_of(rank: Mapping[str, Any], link: tuple[float, float]) -> HardwareSpec:
@@ -263,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file")
     file = parser.parse_args().file
-    machine = machine_of(ComputeProbes(world()).measure(), slowest_link(world()))
+    machine = machine_of(ComputeProbes(world()).measure(), link_of(world()))
     if world().rank == world().size - 1:  # the launcher shows what the last rank prints
         machine.save(file)
         print(f"Wrote {file}: {machine.flops_per_second / 1e9:.4g} GFLOP/s of a rank, "

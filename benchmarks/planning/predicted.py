@@ -27,7 +27,7 @@ import keras
 import numpy as np
 
 import tarantella_pp as tnt
-from benchmarks.planning.machine import ComputeProbes, slowest_link
+from benchmarks.planning.machine import ComputeProbes, link_of
 from benchmarks.planning.machine import machine_of as machine_of_ranks
 from benchmarks.planning.rules import even_parts
 from benchmarks.planning.shared_cores import shared_step_seconds
@@ -118,7 +118,7 @@ class Machine:
         self.given = None if path is None else machine_of(path)
         if path is None:
             self.probes = ComputeProbes(world())
-            self.link = slowest_link(world())
+            self.link = link_of(world())
 
     def now(self) -> tnt.HardwareSpec:
         """What all ranks do now."""

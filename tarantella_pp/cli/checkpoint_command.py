@@ -14,7 +14,6 @@ from tarantella_pp.cli.output import (
     add_subcommands,
     check_target,
     table,
-    write_json,
     write_table,
 )
 from tarantella_pp.errors import ConfigurationError, FileError
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for subcommand in (show, verify):
         subcommand.add_argument("directory", metavar="DIRECTORY", help=HELP)
-    show.add_argument("--json", action="store_true", help="print JSON, with every tensor")
     convert.add_argument("source", metavar="SOURCE", help=HELP)
     convert.add_argument("output", metavar="OUTPUT", help="a .keras or .weights.h5 file")
     model_help = f"what makes the model, where SOURCE cannot: {inputs.FORMS}"
@@ -72,11 +70,8 @@ def _show(arguments: argparse.Namespace) -> int:
         except FileError as error:
             read[path] = str(error)
     whole = [manifest for manifest in read.values() if not isinstance(manifest, str)]
-    if arguments.json:
-        write_json({path.name: _as_json(manifest) for path, manifest in read.items()})
-    else:
-        write_table(_list(read))
-        write_table(*(part for manifest in whole[:1] for part in _details(manifest)))
+    write_table(_list(read))
+    write_table(*(part for manifest in whole[:1] for part in _details(manifest)))
     return 0 if whole else FAILURE
 
 
@@ -101,29 +96,13 @@ def _details(manifest: Manifest) -> Iterator[Any]:
     from tarantella_pp.partition.graph.units import format_bytes
 
     rows = [
-        (
-            file.name,
-            file.rank,
-            ", ".join(map(str, file.stages)),
-            format_bytes(file.size, short=True),
-        )
-        for file in manifest.files
+        (one.name, one.rank, ", ".join(map(str, one.stages)), format_bytes(one.size, short=True))
+        for one in manifest.files
     ]
     yield table(("File", "Rank", "Stages", "Size"), rows, left=("File",))
     yield f"Trained: {manifest.where()}, {manifest.step} steps."
     logs = ", ".join(f"{name} {value}" for name, value in manifest.logs.items())
-    yield f"Last step: {logs}. What else is known of it stands in --json."
-
-
-def _as_json(manifest: Manifest | str) -> Any:
-    """A manifest without what only training needs."""
-    if isinstance(manifest, str):
-        return {"damaged": manifest}
-    import msgspec
-
-    facts = msgspec.json.decode(msgspec.json.encode(manifest))  # JSON knows no NaN
-    left_out = ("facts", "config", "plan", "compiled", "optimizer")
-    return {name: value for name, value in facts.items() if name not in left_out}
+    yield f"Last step: {logs}. What else is known of it stands in its manifest.json."
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """`tarantella doctor`: what a job would find on this host, or on all of a hostfile.
 
 It starts one job as a user would, with a rank on each host, or two on this one. Each rank says what
-its host has before it starts MPI; then each two of them send each other messages.
+its host has before it starts MPI; then each of them sends messages to the next one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from typing import Any
 import msgspec
 
 from tarantella_pp.cli.doctor_probe import this_host
-from tarantella_pp.cli.output import table, write_json, write_table
+from tarantella_pp.cli.output import table, write_table
 from tarantella_pp.cli.run_command import add_reach
 from tarantella_pp.dependencies import INSTALL
 from tarantella_pp.launch import hosts
 from tarantella_pp.partition.graph.units import count
 
-# How long the job may take to start, and to measure a pair of ranks.
-START_SECONDS, PAIR_SECONDS = 90.0, 5.0
-# How long a rank may wait for a message: no link is so slow.
-WAIT_SECONDS = 20.0
+# How long the job may take, and how long a rank may wait for a message: no link is so slow.
+JOB_SECONDS, WAIT_SECONDS = 90, 20
 # What is compared, with what a table calls it.
 VERSIONS = {
     "python": "Python",
@@ -63,7 +61,6 @@ class HostFacts(msgspec.Struct, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella doctor`."""
     parser.set_defaults(run=run)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_reach(parser)
 
 
@@ -80,7 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
         msgspec.convert({**facts.get(rank, {}), "host": line.name, "slots": line.slots}, HostFacts)
         for rank, line in enumerate(lines)
     ]
-    links = [one for one in told if "hosts" in one]
     problems = host_findings(found)
     if why and alone:
         problems.append(f"Two ranks on this host do not run: {why}.")
@@ -89,12 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
         silent = ", ".join(host.host for host in found if not host.versions)
         what = f" (no rank has come up on {silent})" if silent else ""
         problems.append(f"Ranks on {names} do not all reach each other{what}: {why}. {_NETWORK}")
-    if arguments.json:
-        write_json({"hosts": msgspec.to_builtins(found), "links": links, "problems": problems})
-    else:
-        between = [_table_of_links(links), ""] if links else []
-        wrong = [f"- {problem}" for problem in problems or ["Nothing is wrong."]]
-        write_table(_table_of_hosts(found), "", *between, *wrong)
+    links = [
+        f"Messages: {one['bandwidth'] / 1e9:.3g} GB/s after {one['latency'] * 1e6:.3g} us."
+        for one in told
+        if "bandwidth" in one
+    ]
+    wrong = [f"- {problem}" for problem in problems or ["Nothing is wrong."]]
+    write_table(_table_of_hosts(found), "", *links, *wrong)
     return 1 if problems else 0
 
 
@@ -106,17 +103,16 @@ def _examined(
     where = ["--hostfile", "hosts", "--no-gpu"]
     if arguments.hostfile is None:
         names, where = 2 * names, ["-n", "2", "--share-gpus"]
-    seconds = START_SECONDS + PAIR_SECONDS * len(names) * (len(names) - 1) // 2
     reach = ("mpi", "remote_shell", "mpi_args", "python_interpreter")
     given = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in reach}
     options = [f"{option}={value}" for option, value in given.items() if value is not None]
-    environment = {**os.environ, "TNT_TIMEOUT": f"{WAIT_SECONDS:g}", "TNT_WARN": "0"}
+    environment = {**os.environ, "TNT_TIMEOUT": str(WAIT_SECONDS), "TNT_WARN": "0"}
     with tempfile.TemporaryDirectory(prefix="tarantella-doctor-") as folder:
         path = pathlib.Path(folder)
         (path / "hosts").write_text("".join(f"{name}:1\n" for name in names), encoding="utf-8")
         where = [str(path / "hosts") if word == "hosts" else word for word in where]
         command = [sys.executable, "-m", "tarantella_pp", "run", *where, *options]
-        command += ["--output-on-all-devices", "--timeout", f"{seconds:g}"]
+        command += ["--output-on-all-devices", "--timeout", str(JOB_SECONDS)]
         command += ["--", "-m", "tarantella_pp.cli.doctor_probe"]
         # Files, not pipes: an ssh that several commands share may hold a pipe open.
         with (path / "out").open("wb") as out, (path / "err").open("wb") as errors:
@@ -126,9 +122,6 @@ def _examined(
             ).returncode  # fmt: skip
         printed, said = ((path / name).read_text(errors="replace") for name in ("out", "err"))
     told = list(_json_objects(printed))
-    for one in told:
-        if "pair" in one:
-            one["hosts"] = [names[rank] for rank in one.pop("pair")]
     messages = [line.strip() for line in said.splitlines() if any(map(str.isalpha, line))]
     ours = [line.partition(": ")[2] for line in messages if line.startswith("tarantella")]
     others = [line for line in messages if not line.startswith("tarantella")]
@@ -194,13 +187,3 @@ def _table_of_hosts(found: Sequence[HostFacts]) -> Any:
         rows.append(row if host.versions else [f"{host.host} (silent)", *"-" * (len(row) - 1)])
     names = ("host", *VERSIONS.values())
     return table((*names, "cores", "GPUs"), rows, left=names, folded=names, ruled=False)
-
-
-def _table_of_links(links: Sequence[dict[str, Any]]) -> Any:
-    """A row for each pair of hosts: latency and bandwidth of messages."""
-    rows = [
-        (*link["hosts"], f"{link['latency_us']:.4g} us", f"{link['bandwidth_gb_per_s']:.3g} GB/s")
-        for link in links
-    ]
-    heads = ("host", "host", "latency", "bandwidth")
-    return table(heads, rows, left=("host",), folded=("host",), ruled=False)

@@ -1,19 +1,11 @@
-"""What `tarantella doctor` runs on each rank: a line of JSON for each host, and each two ranks."""
+"""What `tarantella doctor` runs on each rank: a line of JSON for each host, one of links."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import platform
 import sys
-import time
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tarantella_pp.runtime.comm.communicator import Communicator
-
-# Bytes of messages: one for the latency, one of the size of an activation; and how often.
-SMALL, LARGE, ROUNDS = 8, 4 << 20, 20
+from typing import Any
 
 
 def main() -> None:
@@ -22,13 +14,13 @@ def main() -> None:
 
     _tell({"rank": number_from(RANK_VARIABLE) or 0, **this_host()})
     from tarantella_pp.runtime.comm.communicator import world
+    from tarantella_pp.runtime.comm.machine import measure_link
 
-    group = world()
-    for pair in itertools.combinations(range(group.size), 2):
-        group.barrier()  # one pair after the other
-        found = measure_pair(group, sum(pair) - group.rank) if group.rank in pair else {}
-        if group.rank == pair[1]:  # at once: what comes next may never end
-            _tell({"pair": pair, **found})
+    ranks = world()
+    if ranks.size > 1:
+        bandwidth, latency = measure_link(ranks)
+        if ranks.rank == 0:
+            _tell({"bandwidth": bandwidth, "latency": latency})
 
 
 def _tell(found: dict[str, Any]) -> None:
@@ -53,33 +45,6 @@ def this_host() -> dict[str, Any]:
         "cores": cores_of_node(),
         "gpus": len(visible_gpus({})),  # all of them, whatever this rank was left
     }
-
-
-def measure_pair(group: Communicator, other: int) -> dict[str, float]:
-    """Returns latency and bandwidth of messages to another rank; both must call it."""
-    # The fastest of some ways there and back: a mean would measure what else the hosts do.
-    latency, seconds = (
-        min(_round_trip(group, other, size) for _ in range(ROUNDS)) / 2 for size in (SMALL, LARGE)
-    )
-    return {"latency_us": latency * 1e6, "bandwidth_gb_per_s": LARGE / seconds / 1e9}
-
-
-def _round_trip(group: Communicator, other: int, size: int) -> float:
-    import numpy as np
-
-    from tarantella_pp.runtime.comm.communicator import TensorSpec
-
-    data, spec = np.ones(size, np.uint8), TensorSpec((size,), "uint8")
-    start = time.perf_counter()
-    request = group.post_receive([spec], other, tag=0, label="link")
-    if group.rank > other:  # sends back what has come
-        request.wait()
-    group.send([data], other, tag=0, label="link")
-    if group.rank < other:
-        request.wait()
-    seconds = time.perf_counter() - start
-    group.flush()
-    return seconds
 
 
 if __name__ == "__main__":

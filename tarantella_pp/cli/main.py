@@ -15,10 +15,10 @@ from tarantella_pp.errors import ConfigurationError, GraphError, ScheduleError, 
 # `add_arguments(parser)` says what is called with the arguments and returns the exit code.
 COMMANDS = {
     "run": "start a script on several ranks (the default)",
-    "plan": "make, show and check plans",
+    "plan": "make and show plans",
     "simulate": "step time, bubble and memory of a schedule",
     "checkpoint": "show, verify and convert the checkpoints of a run",
-    "doctor": "check versions, MPI, cores and links, of this host or of all in a hostfile",
+    "doctor": "check versions, MPI, cores and links of this host or of all in a hostfile",
 }
 # What options and files that make no sense raise; everything else is a failure.
 WRONG_INPUT = (ConfigurationError, GraphError, ScheduleError)

@@ -1,11 +1,11 @@
-"""`tarantella plan`: makes, shows and checks plans."""
+"""`tarantella plan`: makes and shows plans."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from tarantella_pp.cli import inputs
 from tarantella_pp.cli.inputs import positive_int
@@ -17,30 +17,24 @@ from tarantella_pp.cli.output import (
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tarantella_pp.partition.graph.layer_graph import LayerGraph
     from tarantella_pp.partition.plan.plan import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `tarantella plan` and their options."""
-    make, show, check = add_subcommands(
+    make, show = add_subcommands(
         parser,
         make=(_make, "plan the stages of a model or of a graph"),
         show=(_show, "print the table of a plan"),
-        check=(_check, "check that a plan belongs to a model"),
     )
     _add_make(make)
-    for subcommand in (show, check):
-        subcommand.add_argument("plan", metavar="PLAN", help="the plan's JSON file")
+    show.add_argument("plan", metavar="PLAN", help="the plan's JSON file")
     for subcommand in (make, show):
         subcommand.add_argument("--html", metavar="FILE",
-            help="write a page with stages, memory, timeline and layer graph, which needs no "
+            help="write a page with stages, memory, timeline and operations, which needs no "
             "network")  # fmt: skip
         subcommand.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    check.add_argument("model", metavar="MODEL", help=inputs.HELP)
-    parser.epilog = (
-        "exit codes: 0 done; 1 failed, or the plan does not fit; 2 usage, or a malformed file."
-    )
+    parser.epilog = "exit codes: 0 done; 1 failed; 2 usage, or a malformed file."
 
 
 def _add_make(parser: argparse.ArgumentParser) -> None:
@@ -123,32 +117,22 @@ def _make(arguments: argparse.Namespace) -> int:
     plan = make_plan(model, **options)
     if arguments.output is not None:
         plan.save(arguments.output)
-    graph = None if arguments.html is None else _graph_of(arguments.model, model)
-    return _write(plan, graph, arguments)
-
-
-def _graph_of(source: str, model: Any) -> LayerGraph:
-    """Returns the layer graph of a MODEL."""
-    if inputs.is_graph(source):
-        return cast("LayerGraph", model.graph)
-    from tarantella_pp.partition.graph.keras_reader import extract
-
-    return extract(model).graph
+    return _write(plan, arguments)
 
 
 def _show(arguments: argparse.Namespace) -> int:
     """Prints the plan, and draws it where that is asked for."""
     check_target("--html", arguments.html)
-    return _write(inputs.load_plan(arguments.plan), None, arguments)
+    return _write(inputs.load_plan(arguments.plan), arguments)
 
 
-def _write(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) -> int:
+def _write(plan: Plan, arguments: argparse.Namespace) -> int:
     """Writes a plan to stdout, and its page if one is asked for; returns the exit code."""
     if arguments.html is not None:
         from tarantella_pp.partition.plan.page import render_html
 
         try:
-            Path(arguments.html).write_text(render_html(plan, graph), encoding="utf-8")
+            Path(arguments.html).write_text(render_html(plan), encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(
                 f"Cannot write '{arguments.html}': {error.strerror}"
@@ -157,17 +141,4 @@ def _write(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) 
         sys.stdout.write(f"{plan.to_json()}\n")
     else:
         write_table(*([f"Wrote {arguments.html}."] if arguments.html else []), plan)
-    return 0
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    """Says that the plan fits, or how it does not."""
-    from tarantella_pp.partition.graph.units import count
-
-    plan = inputs.load_plan(arguments.plan)
-    plan.check(_graph_of(arguments.model, inputs.build_without_weights(arguments.model)))
-    write_table(
-        f"{arguments.plan} is a plan of {arguments.model}: "
-        f"{count(len(plan.assignment), 'node')} on {count(plan.num_stages, 'stage')}."
-    )
     return 0

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 EPILOG = """\
 exit codes: 0 all ranks finished; 2 usage; 75 stopped by SIGTERM; 124 --timeout; 130 Ctrl-C;
 otherwise the exit code of the rank that failed first (128 + signal if it was killed, else 1)."""
-_EXPORT = re.compile(r"[A-Za-z_]\w*=")
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 
 
@@ -31,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_shares(parser)
     add = parser.add_argument
     add("-x", "--setenv", dest="exports", action="append", default=[], metavar="NAME[=VALUE]",
-        help="set environment variables on all ranks; several NAME=VALUE may follow, and it may "
-        "be repeated")  # fmt: skip
+        help="set an environment variable on all ranks; may be repeated")  # fmt: skip
     add("--log-level", default="WARNING", choices=("DEBUG", "INFO", "WARNING", "ERROR"),
         help="of the library and of TensorFlow's native code (default: WARNING)")  # fmt: skip
     add("--log-on-all-devices", action="store_true",
@@ -49,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print hosts, environment and command, run nothing")  # fmt: skip
     add("command", nargs=argparse.REMAINDER, metavar="[--] script.py ...",
         help="the script and its arguments; or `-- -m module ...`")  # fmt: skip
-    parser.set_defaults(parse=parser.parse_args)
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
@@ -86,8 +83,6 @@ def _add_shares(parser: argparse.ArgumentParser) -> None:
     add("--bind", choices=("auto", "none"),
         help="give each rank cores of its own where the ranks' threads fill the node (default), "
         "or none")  # fmt: skip
-    add("--pin-to-socket", action="store_true",
-        help="give each rank a socket (NUMA node) of its own")  # fmt: skip
     gpus = parser.add_mutually_exclusive_group()
     gpus.add_argument("--share-gpus", action="store_true",
         help="let ranks of a host share its GPUs; by default each has one of its own")  # fmt: skip
@@ -100,7 +95,6 @@ def run(arguments: argparse.Namespace) -> int:
     from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE, SIZE_VARIABLE
     from tarantella_pp.launch.run_job import JobRun
 
-    arguments = _with_all_exports(arguments)
     script = _script(arguments.command)
     exported = environment.parse_exports(arguments.exports, os.environ)
     hosts, num_ranks, per_node = _placement(arguments)
@@ -163,20 +157,12 @@ def _variables(
     from tarantella_pp.partition.graph.units import parse_bytes
     from tarantella_pp.partition.options import FUSION_VARIABLE
 
-    binding = "" if arguments.bind == "none" else resources.TO_CORES
-    if arguments.pin_to_socket:
-        if arguments.bind is not None:
-            raise ConfigurationError(
-                "A rank is bound to a socket, or to its share of all cores. Received: "
-                f"--pin-to-socket and --bind={arguments.bind}"
-            )
-        binding = resources.TO_SOCKET
     variables = environment.rank_environment(
         arguments.log_level, arguments.output_on_all_devices, {**os.environ, **exported}
     ) | {
         resources.COUNT_VARIABLE: str(arguments.threads or ""),
         resources.RANKS_VARIABLE: str(per_node),
-        resources.BIND_VARIABLE: binding,
+        resources.BIND_VARIABLE: "" if arguments.bind == "none" else "cores",
         environment.LOG_ALL_VARIABLE: "1" if arguments.log_on_all_devices else "0",
     }
     if arguments.share_gpus:
@@ -226,15 +212,3 @@ def _script(command: list[str]) -> list[str]:
             "`tarantella --help`."
         )
     return script
-
-
-def _with_all_exports(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Returns the arguments with all variables of `-x A=1 B=2 ...`."""
-    # The parser takes the second one for the script, and leaves all behind it as it is.
-    while arguments.exports and arguments.command and _EXPORT.match(arguments.command[0]):
-        arguments.exports.append(arguments.command.pop(0))
-        following = arguments.command
-        if following[:1] not in ([], ["--"]) and following[0].startswith("-"):
-            arguments.command = []
-            arguments = arguments.parse(following, arguments)
-    return arguments

@@ -37,7 +37,6 @@ class Guard:
         self.size = size
         self.state = STARTED
         self.exit_code = 0
-        self.hidden: Any = None  # counts the lines that this rank has printed and nobody saw
         self._report = report
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -63,8 +62,7 @@ class Guard:
             # Not in a process that the rank has forked, nor a second time.
             if self._pid == os.getpid() and self.state == STARTED:
                 self.state, self.exit_code = state, exit_code
-                lines = self.hidden.lines if self.hidden is not None else 0
-                self._report(state=state, exit_code=exit_code, hidden_lines=lines, **fields)
+                self._report(state=state, exit_code=exit_code, **fields)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if self._pid != os.getpid():

@@ -125,7 +125,6 @@ class Record:
     cause: str = ""
     details: str = ""  # its traceback
     exit_code: int = 0
-    hidden_lines: int = 0  # that it has printed and nobody saw
     unexplained: bool = False  # whether MPI may have ended it, for another one
     stopped: bool = False  # whether a signal asked it to end
     order: int = 0  # of its last state among all ranks' states

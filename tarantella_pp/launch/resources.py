@@ -1,4 +1,4 @@
-"""A rank's share of its host: cores with threads, a socket, a GPU."""
+"""A rank's share of its host: cores with threads, a GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from tarantella_pp.errors import LaunchError
 from tarantella_pp.launch.environment import number_of
 from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE
 
-# How a rank is bound: to its share of the cores, to a socket, or not.
+# Whether a rank is bound to its share of the cores.
 BIND_VARIABLE = "TNT_BIND"
-TO_CORES, TO_SOCKET = "cores", "socket"
 # Threads of a rank, where the user has said how many.
 COUNT_VARIABLE = "TNT_THREADS"
 # Most ranks of a host, for launchers that do not tell a rank how many its own has.
@@ -25,7 +24,6 @@ THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM
 # In which MPICH and its relatives, and Open MPI, say how many ranks a host has; or the most of all.
 _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", RANKS_VARIABLE)
 _TOPOLOGY = pathlib.Path("/sys/devices/system/cpu")
-_NODES = pathlib.Path("/sys/devices/system/node")
 SHARE_VARIABLE = "TNT_SHARE_GPUS"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 NONE_VISIBLE = {_VISIBLE: "-1"}
@@ -42,17 +40,14 @@ def take_share(environ: MutableMapping[str, str]) -> None:
     rank = int(own_number) if own_number.isdecimal() else 0
     ranks = next(filter(None, (number_of(environ, name) for name in _LOCAL_SIZES)), 1)
     own = os.sched_getaffinity(0)
-    way = environ.get(BIND_VARIABLE, "")
-    cores = cores_of_node(environ)
-    threads = pin_to_socket(rank, ranks) if way == TO_SOCKET else max(1, cores // ranks)
-    wanted = environ.get(COUNT_VARIABLE, "")
+    cores, wanted = cores_of_node(environ), environ.get(COUNT_VARIABLE, "")
     said = number_of(environ, COUNT_VARIABLE) or cores_of_task(environ, ranks)
-    threads = threads if said is None else said
+    threads = max(1, cores // ranks) if said is None else said
     chosen = any(name in environ for name in THREAD_VARIABLES) and not wanted
     # A bound rank finds in its caches what it left there. But where threads leave cores free, jobs
     # must be free to move to them, or two of them would share a core beside idle ones.
     fills = ranks > 1 and threads == cores // ranks
-    if way == TO_CORES and fills and not chosen and len(own) == cores and rank < ranks:
+    if environ.get(BIND_VARIABLE) and fills and not chosen and len(own) == cores and rank < ranks:
         with contextlib.suppress(OSError):  # some containers forbid it
             os.sched_setaffinity(0, share(own, rank, ranks))
     for name in THREAD_VARIABLES:
@@ -94,42 +89,6 @@ def _place(core: int) -> tuple[int, int, int]:
     except (OSError, ValueError):
         socket = physical = 0
     return socket, physical, core
-
-
-def pin_to_socket(rank: int, ranks: int) -> int:
-    """Binds this process to a socket, as `numactl --cpunodebind` would; returns its cores.
-
-    Linux gives it memory of this socket by itself, as long as there is some.
-    """
-    nodes = sockets_of_this_host()
-    if ranks > len(nodes):
-        raise LaunchError(
-            f"--pin-to-socket gives each rank a socket of its own. This host has {len(nodes)} "
-            f"(NUMA nodes with cores that this process may use), and {ranks} ranks. Leave it out, "
-            "or start fewer ranks on it."
-        )
-    node = sorted(nodes)[rank]
-    try:
-        os.sched_setaffinity(0, nodes[node])
-    except OSError as error:
-        raise LaunchError(f"--pin-to-socket is not allowed on this host: {error}") from error
-    return len(nodes[node])
-
-
-def sockets_of_this_host() -> dict[int, set[int]]:
-    """Returns the cores of each NUMA node, as far as this process may run on them."""
-    usable, found = os.sched_getaffinity(0), {}
-    for path in _NODES.glob("node[0-9]*/cpulist"):
-        cores = _cores(path.read_text(encoding="ascii")) & usable
-        if cores:
-            found[int(path.parent.name.removeprefix("node"))] = cores
-    return found
-
-
-def _cores(text: str) -> set[int]:
-    """Reads a list such as `0-3,8`."""
-    ends = [part.partition("-") for part in text.strip().split(",") if part]
-    return {core for low, _, high in ends for core in range(int(low), int(high or low) + 1)}
 
 
 def take_gpu(environ: MutableMapping[str, str], local_rank: int) -> None:

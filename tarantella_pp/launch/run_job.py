@@ -112,9 +112,6 @@ class JobRun:
             return self._wait(mpi)
         finally:
             self._end(mpi)
-            if hidden := sum(record.hidden_lines for record in self._records.values()):
-                what = "1 line that is" if hidden == 1 else f"{hidden} lines that are"
-                _tell(f"other ranks printed {what} not shown; --output-on-all-devices shows all")
             for number, handler in previous.items():
                 signal.signal(number, handler)
 

@@ -142,7 +142,7 @@ def run_script(command: list[str], guard: Guard) -> int:
     faulthandler.enable()
     guard.start()
     if guard.rank != guard.size - 1 and os.environ.get(OUTPUT_VARIABLE) != "1":
-        guard.hidden = _hide_output()
+        _hide_output()
     # Whole lines, at once: not held back until the buffer is full, and not in pieces either.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
@@ -210,23 +210,11 @@ def _show_log(environ: Mapping[str, str], rank: int) -> None:
         logger.setLevel(level)
 
 
-class _HiddenOutput(io.FileIO):
-    """Leads nowhere, and counts the lines that are written to it."""
-
-    lines = 0
-
-    def write(self, data: Any, /) -> int:
-        """Counts the ends of lines."""
-        self.lines += bytes(data).count(b"\n")
-        return len(data)
-
-
-def _hide_output() -> _HiddenOutput:
+def _hide_output() -> None:
     """Sends what this process and its children write to standard output nowhere."""
-    hidden = _HiddenOutput(os.devnull, "wb")
+    hidden = io.FileIO(os.devnull, "wb")
     os.dup2(hidden.fileno(), _STANDARD_OUTPUT)
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(hidden), "utf-8", "replace")
-    return hidden
 
 
 if __name__ == "__main__":

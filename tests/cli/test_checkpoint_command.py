@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -61,13 +60,8 @@ def test_what_is_inside_is_shown_without_tensorflow(trained):
     assert "Last step: loss " in shown
 
 
-def test_everything_is_there_for_programs(trained, capsys):
+def test_one_checkpoint_is_shown_alone(trained, capsys):
     directory, _ = trained
-    assert main(["checkpoint", "show", str(directory), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert list(told) == ["step-00000006", "step-00000004"]
-    assert told["step-00000006"]["tensors"]["model/0"]["shape"] == [3, 4]
-    assert told["step-00000006"]["learning_rate"] == pytest.approx(0.01)
     assert main(["checkpoint", "show", str(directory / "step-00000004")]) == 0
     assert "step-00000006" not in capsys.readouterr().out
     assert main(["checkpoint", "show", str(directory / "none")]) == 2

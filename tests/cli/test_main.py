@@ -27,7 +27,7 @@ def test_help_and_version_of_a_process_of_its_own() -> None:
     [
         (["-n", "0", "x.py"], "Expected a positive integer. Received: '0'"),
         (["-np", "two", "x.py"], "Expected a positive integer. Received: 'two'"),
-        (["--timeout", "0", "x.py"], "Expected more than 0 seconds, e.g. '90'"),
+        (["--timeout", "0", "x.py"], "Expected more than 0 seconds"),
         (["-n", "2"], "No script to run"),
         (["-n", "2", "--"], "No script to run"),
         (["-n", "2", "--", "-m"], "No script to run"),

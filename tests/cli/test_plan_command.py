@@ -26,7 +26,7 @@ def plan_file(tmp_path):
     return write
 
 
-def test_make_writes_what_show_and_check_read(command, tmp_path) -> None:
+def test_make_writes_what_show_reads(command, tmp_path) -> None:
     path = tmp_path / "plan.json"
     assert command("plan", "make", GRAPH, "--stages", 3, "--balance", "time", "-o", path) == 0
     table, plan = command.stdout, command.json("plan", "show", path)
@@ -41,17 +41,6 @@ def test_make_writes_what_show_and_check_read(command, tmp_path) -> None:
     assert command("plan", "show", path) == 0
     assert command.stdout == table
     assert plan["balance"] == "time"
-    assert command("plan", "check", path, GRAPH) == 0
-    assert "is a plan of" in command.stdout
-
-
-def test_check_says_what_differs(command, tmp_path) -> None:
-    path, other = tmp_path / "plan.json", tmp_path / "other.json"
-    assert command("plan", "make", GRAPH, "--stages", 3, "-o", path) == 0
-    changed = json.loads(Path(GRAPH).read_text())
-    changed["nodes"][5]["parameters"] += 1000
-    other.write_text(json.dumps(changed))
-    assert "another model" in command.fails(1, "plan", "check", path, other)
 
 
 def test_show_writes_the_page(command, plan_file, tmp_path) -> None:
@@ -136,10 +125,8 @@ def test_a_graph_is_no_plan_and_a_plan_no_graph(command, plan_file, tmp_path) ->
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps({**json.loads(path.read_text()), "num_stages": 7}))
     for plan, complaint in ((GRAPH, "no valid plan"), (broken, "7 stages")):
-        for rest in (("show", plan), ("check", plan, GRAPH)):
-            assert complaint in command.fails(2, "plan", *rest)
+        assert complaint in command.fails(2, "plan", "show", plan)
     assert "node_link_data" in command.fails(2, "plan", "make", path, "--stages", "2")
-    assert "another model" in command.fails(1, "plan", "check", path, GRAPH)
 
 
 @pytest.mark.parametrize("before", [["plan", "show", "--json"], ["simulate"]])

@@ -128,8 +128,6 @@ def test_a_schedule_of_ones_own(command, script, tmp_path) -> None:
 def test_recomputation(command, script, tmp_path, given, stages) -> None:
     made = make(command, f"{script}:small", "--recompute", given, "-o", "plan.json")
     assert made["recompute"] == stages
-    assert command("simulate", "plan.json") == 0
-    assert ("repeat their forward pass" in command.stdout) == bool(stages)
 
 
 def test_ranks_are_shared_among_stages_and_replicas(command, script) -> None:
@@ -163,10 +161,8 @@ def test_a_keras_file(command, script, tmp_path) -> None:
 
 def test_an_application(command, script, tmp_path) -> None:
     made = make(command, "mobilenet", "-o", "plan.json", "--html", "a.html")
-    assert 'class="link"' in (tmp_path / "a.html").read_text()  # within stages, too
+    assert ">conv1</td>" in (tmp_path / "a.html").read_text()
     assert made["model"].startswith("mobilenet")
-    assert command("plan", "check", "plan.json", "MobileNet") == 0
-    assert "is a plan of MobileNet" in command.stdout
     message = command.fails(2, "plan", "make", "MobilNet", "--stages", 2)
     assert "MobileNet" in message.replace("'MobilNet'", "")
 

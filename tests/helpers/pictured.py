@@ -84,6 +84,6 @@ def plan_of(graph, num_stages, *, schedule="1f1b", micro_batches=8, **changes):
 
 
 def small(**changes):
-    """A graph of 20 operations and its plan on 4 stages."""
-    graph = residual_graph(20, long_skips=1)
-    return graph, msgspec.structs.replace(plan_of(graph, 4, memory_limit=2**20), **changes)
+    """The plan of 20 operations on 4 stages."""
+    plan = plan_of(residual_graph(20, long_skips=1), 4, memory_limit=2**20)
+    return msgspec.structs.replace(plan, **changes)

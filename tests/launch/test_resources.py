@@ -85,32 +85,6 @@ def test_ranks_of_a_job_run_on_cores_of_their_own(python):
     assert len(ranks[0] | ranks[1]) == CORES
 
 
-@pytest.fixture
-def sockets(monkeypatch, tmp_path):
-    """Two sockets of four cores, a node without cores, and one whose cores others have."""
-    for node, cores in {0: "0-3\n", 1: "4,6-8\n", 2: "\n", 3: "20-23\n"}.items():
-        (tmp_path / f"node{node}").mkdir()
-        (tmp_path / f"node{node}" / "cpulist").write_text(cores)
-    bound: list[object] = []
-    monkeypatch.setattr(resources, "_NODES", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: bound.append(cores))
-    return bound
-
-
-def test_each_rank_gets_a_socket_and_as_many_threads(sockets):
-    def take(rank: int, ranks: int = 2) -> str:
-        given = {"TNT_BIND": "socket", "RANK": str(rank), "MPI_LOCALNRANKS": str(ranks)}
-        environ = {**MPICH, **given}
-        resources.take_share(environ)
-        return environ["OMP_NUM_THREADS"]
-
-    assert [take(0), take(1)] == ["4", "3"]
-    assert sockets == [{0, 1, 2, 3}, {4, 6, 7}]
-    with pytest.raises(LaunchError, match=r"This host has 2 \(NUMA nodes .*\), and 3 ranks"):
-        take(0, ranks=3)
-
-
 GROWTH = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 
 

@@ -43,7 +43,16 @@ def test_ranks_fill_hosts_and_get_the_environment_and_threads_of_theirs(
     monkeypatch.setenv("TF_OF_MINE", "a b")
     monkeypatch.setenv("LD_PRELOAD", "libm.so.6")
     hostfile = hosts.hostfile("alpha slots=2  # here", "", "beta:1")
-    options = ["--hostfile", hostfile, "--remote-shell", str(narrow), "-x", "SEED=7", "WORD=x=y"]
+    options = [
+        "--hostfile",
+        hostfile,
+        "--remote-shell",
+        str(narrow),
+        "-x",
+        "SEED=7",
+        "-x",
+        "WORD=x=y",
+    ]
     script = ["--", "hosts.py", "TF_OF_MINE", "LD_PRELOAD", "SEED", "WORD"]
     with hosts.tarantella(python, *options, *script) as job:
         result = job.result()

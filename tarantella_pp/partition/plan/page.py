@@ -1,7 +1,7 @@
 """The page of a plan: one HTML file, without scripts, that loads nothing.
 
 `page.html.j2` says how it looks, this file computes figures, tables and the timeline, and
-`page_graph.py` places the layer graph.
+`page_graph.py` places operations and what is sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import jinja2
 import markupsafe
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import (
     count,
     format_bytes,
@@ -48,8 +47,8 @@ _FORBIDDEN = re.compile(
 )
 
 
-def render_html(plan: PlanData, graph: LayerGraph | None = None) -> str:
-    """Makes the page: figures, stages, memory, timeline, layer graph and cuts."""
+def render_html(plan: PlanData) -> str:
+    """Makes the page: figures, stages, memory, timeline, operations and cuts."""
     try:
         step = planned_step(plan)
     except ScheduleError:  # it cannot be played
@@ -58,13 +57,12 @@ def render_html(plan: PlanData, graph: LayerGraph | None = None) -> str:
     ranks = [[s for s, own in enumerate(owners) if own == rank] for rank in range(plan.num_ranks)]
     return _template().render(
         plan=plan,
-        graph=graph,
         step=step,
         seconds=" ".join(step_lines(plan)),
         memory=_memory(plan),
         timeline=step and _timeline(plan, step),
         kinds=KINDS,
-        drawing=graph_drawing(plan, graph),
+        drawing=graph_drawing(plan),
         stages_of_ranks=ranks,
         most={"rows": MOST_ROWS, "replicas": MOST_REPLICAS},
     )

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.page import render_html
@@ -24,10 +23,6 @@ from tests.helpers.pictured import (
 EVIL = st.text(min_size=1) | st.sampled_from(
     ["<script>alert(1)</script>", "</style><b>", "a&b;", "\"'", "]]>", "\x00\ud800\u202e", "a\nb"]
 )
-
-
-def page(graph, plan):
-    return render_html(plan, graph)
 
 
 def parsed(text):
@@ -47,18 +42,18 @@ def cells(text, label, part):
 
 
 def test_page_is_well_formed_and_shows_everything():
-    graph, plan = small()
-    text = page(graph, plan)
+    plan = small()
+    text = render_html(plan)
     assert [e.text for e in parsed(text).iter("h2")] == [
-        *("Stages", "Memory", "Sent between stages", "Timeline", "Layer graph")
+        *("Stages", "Memory", "Sent between stages", "Timeline", "Operations")
     ]
     for name in plan.node_names:
         assert f">{name}<" in text
 
 
 def test_nothing_is_loaded_from_elsewhere():
-    graph, plan = small()
-    text = page(graph, plan)
+    plan = small()
+    text = render_html(plan)
     assert not re.search(r"https?:|//\w|@import|<link|<script|<img|<iframe|src=|\bon\w+=", text)
     assert set(re.findall(r"url\(([^)]*)\)", text)) == {"#stripes", "#arrow"}
 
@@ -67,17 +62,17 @@ def test_nothing_is_loaded_from_elsewhere():
 @given(graphs(names=EVIL, most=8), EVIL)
 def test_every_name_is_escaped(graph, model):
     plan = plan_of(graph, 2, model=model)
-    for text in (page(graph, plan), page(None, plan)):
-        text.encode()
-        assert not {element.tag for element in parsed(text).iter()} & {"script", "b"}
-        rows = cells(text, "Table of operations", "tbody")
-        clean = [name for name in plan.node_names if name.isprintable()]
-        assert {*clean} <= {row[1] for row in rows}
+    text = render_html(plan)
+    text.encode()
+    assert not {element.tag for element in parsed(text).iter()} & {"script", "b"}
+    rows = cells(text, "Table of operations", "tbody")
+    clean = [name for name in plan.node_names if name.isprintable()]
+    assert {*clean} <= {row[1] for row in rows}
 
 
 def test_stage_table_has_the_figures_of_the_plan_and_their_sums():
-    graph, plan = small()
-    text = page(graph, plan)
+    plan = small()
+    text = render_html(plan)
     for stage, row in zip(plan.stages, cells(text, "Table of stages", "tbody"), strict=True):
         weights = stage.parameter_bytes + stage.constant_bytes
         shown = [weights, stage.gradient_bytes, stage.optimizer_bytes]
@@ -94,13 +89,13 @@ def test_stage_table_has_the_figures_of_the_plan_and_their_sums():
 
 
 def test_cuts_are_listed_and_their_bytes_stand_on_the_edges():
-    graph, plan = small()
-    text = page(graph, plan)
+    plan = small()
+    text = render_html(plan)
     rows = cells(text, "Table of tensors between stages", "tbody")
     assert [(row[1], row[2]) for row in rows] == [
         (cut.tensor, format_bytes(cut.bytes)) for cut in plan.cuts
     ]
-    texts = [element.text for element in picture(text, "Layer graph").iter("text")]
+    texts = [element.text for element in picture(text, "Operations").iter("text")]
     assert texts.count(format_bytes(plan.cuts[0].bytes)) == len(plan.cuts)
 
 
@@ -111,7 +106,7 @@ def bars(text):
 
 
 def test_memory_bars_are_as_long_as_their_parts():
-    _, plan = small(memory_limit=None)
+    plan = small(memory_limit=None)
     lengths = [
         sum(float(re.search(r"width:([\d.]+)%", part.get("style"))[1]) for part in own)
         for own in bars(render_html(plan))
@@ -122,16 +117,16 @@ def test_memory_bars_are_as_long_as_their_parts():
 
 @pytest.mark.parametrize(("limit", "drawn", "over"), [(2**20, 1, 0), (2**34, 0, 0), (1000, 1, 1)])
 def test_a_limit_is_drawn_where_it_is_near_and_what_exceeds_it_is_marked(limit, drawn, over):
-    text = page(*small(memory_limit=limit))
+    text = render_html(small(memory_limit=limit))
     assert {part.tag for part in itertools.chain(*bars(text))} == {"span", *(["b"] * drawn)}
     assert ('class="over' in text) == over
 
 
 def test_limits_of_unequal_devices_are_those_of_their_stages():
-    graph, plan = small()
+    plan = small()
     sizes = [stage.memory_bytes for stage in plan.stages]
     limits = tuple(size + (-1 if i == 1 else 1) * 100 for i, size in enumerate(sizes))
-    text = page(graph, msgspec.structs.replace(plan, memory_limit=limits))
+    text = render_html(msgspec.structs.replace(plan, memory_limit=limits))
     shares = [f"{100 * size / limit:.1f} %" for size, limit in zip(sizes, limits, strict=True)]
     assert [row[10] for row in cells(text, "Table of stages", "tbody")] == shares
     rows = cells(text, "Memory of stages", "tbody")
@@ -145,23 +140,23 @@ def test_limits_of_unequal_devices_are_those_of_their_stages():
 
 
 def test_on_a_machine_times_are_seconds_and_messages_take_some():
-    graph, plan = small()
-    text = page(graph, msgspec.structs.replace(plan, machine=HardwareSpec(1e9)))
+    plan = small()
+    text = render_html(msgspec.structs.replace(plan, machine=HardwareSpec(1e9)))
     assert re.search(r"One step takes [\d.]+ s\.", text)
     assert "messages take what links allow" in text
     assert re.search(r"F0: forward, 0 s to [\d.]+ ms", text)
     assert re.search(">[\\d.]+ s<", text)
-    assert "F0: forward, 0.0 % to" in page(graph, plan)
+    assert "F0: forward, 0.0 % to" in render_html(plan)
 
 
 def test_replicas_and_their_sums_are_drawn():
-    graph, plan = small(num_replicas=2, placement="replicas-together", fusion_threshold=2**20)
+    plan = small(num_replicas=2, placement="replicas-together", fusion_threshold=2**20)
     plan = msgspec.structs.replace(plan, machine=HardwareSpec(1e9, bandwidth=1e6))
     step = planned_step(plan)
     assert step.exposed_seconds > 0
     alone = msgspec.structs.replace(plan, num_replicas=1, batch_size=plan.batch_size // 2)
     assert step.bubble_fraction == planned_step(alone).bubble_fraction
-    text = page(graph, plan)
+    text = render_html(plan)
     share = (
         f"{100 * step.exposed_seconds / step.step_seconds:.1f} % of the step waits for that alone"
     )
@@ -175,48 +170,37 @@ def test_replicas_and_their_sums_are_drawn():
     strips = [e for e in drawing.iter("rect") if e.get("class") == "kindR"]
     assert len(strips) == sum(map(len, step.reductions))
     assert "reduction over replicas" in text
-    assert "Ranks of replicas" not in page(*small())
+    assert "Ranks of replicas" not in render_html(small())
 
 
 def test_thousand_layers_make_a_small_page():
     graph = residual_graph(1000, long_skips=4)
     plan = plan_of(graph, 8, schedule="zb-h1", micro_batches=64)
-    text = page(graph, plan)
+    text = render_html(plan)
     assert len(text) < 1_000_000
-    assert float(picture(text, "Layer graph").get("height")) < 1500
+    assert float(picture(text, "Operations").get("height")) < 1500
 
 
 def test_long_steps_are_not_drawn():
     plan = plan_of(residual_graph(20), 4, schedule="1f1b", micro_batches=8)
     for micro_batches, drawn in ((1000, True), (2000, False)):
         longer = {"num_micro_batches": micro_batches, "batch_size": micro_batches}
-        text = page(None, msgspec.structs.replace(plan, **longer))
+        text = render_html(msgspec.structs.replace(plan, **longer))
         assert ("too many computations" in text) is not drawn
         assert len(text) < 2_000_000
 
 
 def test_without_a_step_seconds_or_cuts_the_page_says_so():
-    graph, plan = small()
+    plan = small()
     stages = tuple(msgspec.structs.replace(stage, flops=0.0) for stage in plan.stages)
-    text = page(graph, msgspec.structs.replace(plan, stages=stages))
+    text = render_html(msgspec.structs.replace(plan, stages=stages))
     assert "Ranks wait 0.0 % of the time" in text
-    alone = residual_graph(3)
-    for known in (alone, None):
-        assert "there is one stage." in page(known, plan_of(alone, 1, micro_batches=1))
-    assert "the step was not simulated" in page(*small(schedule="mine"))
+    assert "there is one stage." in render_html(plan_of(residual_graph(3), 1, micro_batches=1))
+    assert "the step was not simulated" in render_html(small(schedule="mine"))
 
 
 def test_a_notebook_shows_the_page():
-    _, plan = small()
+    plan = small()
     (frame,) = [ElementTree.fromstring(plan._repr_html_())]
     assert frame.tag == "iframe"
-    assert frame.get("srcdoc").split() == page(None, plan).split()
-
-
-def test_what_cannot_be_drawn_is_refused():
-    graph, plan = small()
-    with pytest.raises(PlanError, match="another model"):
-        render_html(plan, residual_graph(21))
-    for cuts in (plan.cuts[1:], plan.cuts[::-1], plan.cuts * 2):
-        with pytest.raises(PlanError, match="not those of its stages"):
-            render_html(msgspec.structs.replace(plan, cuts=cuts), graph)
+    assert frame.get("srcdoc").split() == render_html(plan).split()

@@ -1,4 +1,4 @@
-"""Keras callbacks for pipelines.
+"""Keras callbacks for pipelines, and the files of checkpoints.
 
     model.fit(x, y, callbacks=[tnt.callbacks.Timeline("trace.json")])
 
@@ -7,10 +7,21 @@ Keras' own callbacks work as well; `rank_rules` says which of them run on which 
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tarantella_pp.dependencies import needed_for
 
-with needed_for("tarantella_pp.callbacks"):
+if TYPE_CHECKING:
     from tarantella_pp.callbacks.checkpoint import Checkpoint
     from tarantella_pp.callbacks.timeline import Timeline
 
 __all__ = ["Checkpoint", "Timeline"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a callback when it is first asked for: files are read without Keras."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with needed_for("tarantella_pp.callbacks"):
+        return getattr(importlib.import_module(f"{__name__}.{name.lower()}"), name)

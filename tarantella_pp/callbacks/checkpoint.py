@@ -20,16 +20,16 @@ from typing import Any
 import keras
 import numpy as np
 
-from tarantella_pp.errors import ConfigurationError, checked_count
-from tarantella_pp.files.checkpoint_reader import RestoredState, newest_whole
-from tarantella_pp.files.checkpoint_writer import CheckpointWriter
-from tarantella_pp.files.manifest import DataPosition, Manifest
-from tarantella_pp.files.run_facts import (
+from tarantella_pp.callbacks.checkpoint_reader import RestoredState, newest_whole
+from tarantella_pp.callbacks.checkpoint_writer import CheckpointWriter
+from tarantella_pp.callbacks.manifest import DataPosition, Manifest
+from tarantella_pp.callbacks.run_facts import (
     configs_of,
     facts_of,
     refuse_others,
     versions,
 )
+from tarantella_pp.errors import ConfigurationError, checked_count
 from tarantella_pp.internals.data import (
     EpochStart,
     has_stopped,

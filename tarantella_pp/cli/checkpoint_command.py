@@ -19,7 +19,7 @@ from tarantella_pp.cli.output import (
 from tarantella_pp.errors import ConfigurationError, FileError
 
 if TYPE_CHECKING:
-    from tarantella_pp.files.manifest import Manifest
+    from tarantella_pp.callbacks.manifest import Manifest
 
 HELP = "the directory that a Checkpoint callback was given, or one checkpoint in it"
 _ENDINGS = (".keras", ".weights.h5")
@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _found_in(directory: str) -> list[Path]:
     """The checkpoints that a DIRECTORY names, the newest first."""
-    from tarantella_pp.files.checkpoint_folder import checkpoints_in
-    from tarantella_pp.files.manifest import MANIFEST
+    from tarantella_pp.callbacks.checkpoint_folder import checkpoints_in
+    from tarantella_pp.callbacks.manifest import MANIFEST
 
     path = Path(directory)
     siblings = checkpoints_in(path.parent)  # a damaged one has no manifest to be known by
@@ -61,7 +61,7 @@ def _found_in(directory: str) -> list[Path]:
 
 def _show(arguments: argparse.Namespace) -> int:
     """Prints a table of all checkpoints, and the contents of the newest one that can be read."""
-    from tarantella_pp.files.manifest import read_manifest
+    from tarantella_pp.callbacks.manifest import read_manifest
 
     read: dict[Path, Manifest | str] = {}
     for path in _found_in(arguments.directory):
@@ -107,7 +107,7 @@ def _details(manifest: Manifest) -> Iterator[Any]:
 
 def _verify(arguments: argparse.Namespace) -> int:
     """Looks at every file; returns 1 if one is damaged or missing."""
-    from tarantella_pp.files.checkpoint_folder import damages
+    from tarantella_pp.callbacks.checkpoint_folder import damages
 
     found = {path.name: list(damages(path)) for path in _found_in(arguments.directory)}
     for name, problems in found.items():
@@ -133,8 +133,8 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _newest_whole(folders: list[Path]) -> tuple[Path, Manifest]:
-    from tarantella_pp.files.checkpoint_folder import damages
-    from tarantella_pp.files.manifest import read_manifest
+    from tarantella_pp.callbacks.checkpoint_folder import damages
+    from tarantella_pp.callbacks.manifest import read_manifest
 
     for folder in folders:
         if not any(damages(folder)):
@@ -158,7 +158,7 @@ def _restored(folder: Path, manifest: Manifest, source: str | None) -> Any:
         else:
             plain = keras.saving.deserialize_keras_object(manifest.config)
 
-        from tarantella_pp.files.checkpoint_reader import RestoredState
+        from tarantella_pp.callbacks.checkpoint_reader import RestoredState
         from tarantella_pp.models.pipeline_model import PipelineModel
 
         # One stage: states are kept by the model's variables, whatever ranks have written them.

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from tarantella_pp.partition.plan.plan import Plan
 
 
+# Arguments of `plan make` that `make_plan` does not take under their names.
+_NO_OPTIONS = ("run", "model", "output", "html", "json")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `tarantella plan` and their options."""
     make, show = add_subcommands(
@@ -94,12 +98,12 @@ def _limits(text: str) -> str | list[str]:
 
 def _make(arguments: argparse.Namespace) -> int:
     """Makes the plan, writes it to its file, draws and prints it."""
-    from tarantella_pp.partition.options import PlanOptions
-
     check_target("--output", arguments.output)
     check_target("--html", arguments.html)
-    given = {name: getattr(arguments, name, None) for name in PlanOptions.__dataclass_fields__}
-    options = {name: value for name, value in given.items() if value is not None}
+    given = vars(arguments).items()
+    options = {
+        name: value for name, value in given if name not in _NO_OPTIONS and value is not None
+    }
     counted = {"num_stages", "num_ranks"} & {*options} or isinstance(arguments.balance, list)
     if not counted and not Path(arguments.schedule or "").is_file():
         raise ConfigurationError(

@@ -40,8 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show what every rank prints, not only the last one")  # fmt: skip
     add("--trace", metavar="FILE",
         help="record training, for Perfetto and chrome://tracing")  # fmt: skip
-    add("--fusion-threshold", metavar="BYTES",
-        help="most bytes of gradients that replicas sum at a time, e.g. 32MiB")  # fmt: skip
     add("--timeout", type=positive_seconds, metavar="S", help="kill the job after S seconds")
     add("--dry-run", action="store_true",
         help="print hosts, environment and command, run nothing")  # fmt: skip
@@ -154,8 +152,6 @@ def _variables(
 ) -> dict[str, str]:
     """Returns the environment of the ranks, as far as it is not the user's."""
     from tarantella_pp.launch import environment, resources
-    from tarantella_pp.partition.graph.units import parse_bytes
-    from tarantella_pp.partition.options import FUSION_VARIABLE
 
     variables = environment.rank_environment(
         arguments.log_level, arguments.output_on_all_devices, {**os.environ, **exported}
@@ -171,9 +167,6 @@ def _variables(
         variables |= resources.NONE_VISIBLE
     if arguments.trace is not None:
         variables["TNT_TRACE"] = os.path.abspath(arguments.trace)  # which our callbacks read
-    if arguments.fusion_threshold is not None:
-        size = parse_bytes(arguments.fusion_threshold, "--fusion-threshold")
-        variables[FUSION_VARIABLE] = str(size)
     return variables
 
 

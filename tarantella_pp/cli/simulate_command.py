@@ -20,8 +20,7 @@ from tarantella_pp.partition.graph.units import (
     percent,
 )
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machine_of
-from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint
-from tarantella_pp.schedule.simulator import StepTimeline, idle_fraction
+from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint, StepTimeline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +127,7 @@ def _rank_table(step: StepTimeline) -> Any:
     rows = []
     for rank, (busy, peak) in enumerate(zip(step.busy_seconds, step.peak_bytes, strict=True)):
         stages = " ".join(str(s) for s, owner in enumerate(step.placement) if owner == rank)
-        idle = percent(idle_fraction([busy], step.pipeline_seconds))
+        idle = percent(step.idle_fraction(rank))
         rows.append((rank, stages, format_seconds(busy), idle, format_bytes(peak)))
     return table(("Rank", "Stages", "Computes", "Idle", "Memory"), rows)
 

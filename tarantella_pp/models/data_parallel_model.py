@@ -11,10 +11,10 @@ from typing import Any
 import keras
 
 from tarantella_pp.callbacks.checkpoint import Checkpoint
+from tarantella_pp.callbacks.file_replacement import replace_file
 from tarantella_pp.callbacks.rank_rules import listed
 from tarantella_pp.custom_steps.replica_steps import ReplicaSteps
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError, checked_count
-from tarantella_pp.files.file_replacement import replace_file
 from tarantella_pp.internals.functional import hides_its_graph, own_metrics
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.pipeline_model import PipelineModel

@@ -15,7 +15,6 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
-from tarantella_pp.files.keras_file import KerasFile
 from tarantella_pp.internals.functional import hides_its_graph
 from tarantella_pp.internals.model_files import deserialized
 from tarantella_pp.models.data_parallel_model import (
@@ -25,6 +24,7 @@ from tarantella_pp.models.data_parallel_model import (
     write_on_last_rank,
 )
 from tarantella_pp.models.deferred_init import deferred_init
+from tarantella_pp.models.keras_file import KerasFile
 from tarantella_pp.models.model_validation import path_of
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.models.training_loops import TrainingLoops

@@ -17,13 +17,6 @@ from tarantella_pp.schedule.schedule import Schedule
 _FILL = {"F": ">", "B": "<", "W": "=", "BW": "<"}
 
 
-def idle_fraction(busy_seconds: Sequence[float], step_seconds: float) -> float:
-    """Returns the bubble: the part of all ranks' time in which they do not compute."""
-    if not step_seconds:
-        return 0.0
-    return max(0.0, 1.0 - sum(busy_seconds) / (len(busy_seconds) * step_seconds))
-
-
 class Event(NamedTuple):
     """One action of one rank in time."""
 
@@ -109,7 +102,14 @@ class StepTimeline:
     @property
     def bubble_fraction(self) -> float:
         """The part of all ranks' time in which they do not compute, but for reductions."""
-        return idle_fraction(self.busy_seconds, self.pipeline_seconds)
+        return self.idle_fraction(*range(self.num_ranks))
+
+    def idle_fraction(self, *ranks: int) -> float:
+        """Returns the part of the time of some ranks in which they do not compute."""
+        if not self.pipeline_seconds:
+            return 0.0
+        busy = sum(self.busy_seconds[rank] for rank in ranks)
+        return max(0.0, 1.0 - busy / (len(ranks) * self.pipeline_seconds))
 
     @property
     def speed_up(self) -> float:

@@ -28,7 +28,7 @@ from tarantella_pp.partition.plan.plan_parts import StagePlan
 from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tarantella_pp.partition.plan.report import step_lines
 from tarantella_pp.schedule import Compute
-from tarantella_pp.schedule.simulator import StepTimeline, idle_fraction
+from tarantella_pp.schedule.simulator import StepTimeline
 
 # Most rows of tables; who needs more reads the plan itself.
 MOST_ROWS, MOST_REPLICAS = 5000, 64
@@ -156,7 +156,7 @@ def _timeline(plan: PlanData, step: StepTimeline) -> dict[str, Any]:
                 "title": f"{label}: {KINDS[kind]}, {times[0]} to {times[1]}",
                 "text": label if fits else "",
             })  # fmt: skip
-        idle = idle_fraction([step.busy_seconds[rank]], step.pipeline_seconds)
+        idle = step.idle_fraction(rank)
         name = f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))})"
         longest = max(longest, len(name))
         ranks.append({"name": name, "idle": percent(idle), "bars": bars})

@@ -20,8 +20,10 @@ from tarantella_pp.schedule.simulator import (
     Costs,
     LinkCosts,
     StageCosts,
-    StepTimeline,
     simulate,
+)
+from tarantella_pp.schedule.simulator import (
+    StepTimeline as StepTimeline,
 )
 from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec
 

@@ -10,10 +10,10 @@ import pytest
 from keras import layers
 
 import tarantella_pp as tnt
+from tarantella_pp.callbacks import checkpoint_folder
+from tarantella_pp.callbacks.manifest import checksum_of
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
-from tarantella_pp.files import checkpoint_folder
-from tarantella_pp.files.manifest import checksum_of
 from tests.helpers.files import contents, full_disk
 from tests.helpers.training import compiled_once, floats
 

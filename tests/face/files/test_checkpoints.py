@@ -13,8 +13,8 @@ import tensorflow as tf
 from keras import layers
 
 import tarantella_pp as tnt
+from tarantella_pp.callbacks import checkpoint_reader, checkpoint_writer, manifest
 from tarantella_pp.errors import TarantellaError
-from tarantella_pp.files import checkpoint_reader, checkpoint_writer, manifest
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import compiled_once, floats, use_float64
 

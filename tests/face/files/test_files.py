@@ -13,8 +13,8 @@ import pytest
 from keras import layers
 
 import tarantella_pp as tnt
+from tarantella_pp.callbacks import file_replacement
 from tarantella_pp.errors import ConfigurationError, FileError
-from tarantella_pp.files import file_replacement
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.helpers.files import contents, full_disk
 from tests.helpers.training import CASES, X, Y, distance, make

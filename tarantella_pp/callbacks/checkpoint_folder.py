@@ -18,15 +18,15 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from tarantella_pp.errors import ConfigurationError, FileError, FormatError
-from tarantella_pp.files.manifest import (
+from tarantella_pp.callbacks.manifest import (
     CHECKSUM,
     MANIFEST,
     SavedFile,
     checksum_of,
     read_manifest,
 )
-from tarantella_pp.files.tensor_file import sha256_of
+from tarantella_pp.callbacks.tensor_file import sha256_of
+from tarantella_pp.errors import ConfigurationError, FileError, FormatError
 
 _NAME = re.compile(r"step-(\d{8,})")
 # What the name of one begins with that is being written, and of one that is being replaced.

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tarantella_pp.callbacks.tensor_file import TensorFile, sha256_of, write_tensors
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.files.tensor_file import TensorFile, sha256_of, write_tensors
 
 VALUES = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),

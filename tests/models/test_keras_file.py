@@ -12,8 +12,8 @@ import pytest
 from keras import layers
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.files import keras_file
-from tarantella_pp.files.keras_file import KerasFile
+from tarantella_pp.models import keras_file
+from tarantella_pp.models.keras_file import KerasFile
 
 pytestmark = pytest.mark.keras
 

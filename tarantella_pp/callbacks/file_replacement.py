@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tarantella_pp.callbacks.checkpoint_folder import sync
 from tarantella_pp.errors import FileError
-from tarantella_pp.files.checkpoint_folder import sync
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:

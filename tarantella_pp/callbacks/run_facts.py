@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tarantella_pp.callbacks.manifest import Manifest
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.files.manifest import Manifest
 from tarantella_pp.internals.optimizers import wrapped_in
 from tarantella_pp.internals.state import compiled_with
 from tarantella_pp.runtime.comm.collective import compiled_facts, nameless

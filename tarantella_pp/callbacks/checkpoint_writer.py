@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tarantella_pp.callbacks import checkpoint_folder
+from tarantella_pp.callbacks.manifest import FORMAT, Manifest, SavedFile, SavedTensor
+from tarantella_pp.callbacks.tensor_file import write_tensors
 from tarantella_pp.errors import ConfigurationError, FileError
-from tarantella_pp.files import checkpoint_folder
-from tarantella_pp.files.manifest import FORMAT, Manifest, SavedFile, SavedTensor
-from tarantella_pp.files.tensor_file import write_tensors
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.weights.optimizer_state import spec_of

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from tarantella_pp.callbacks.checkpoint_folder import checkpoints_in, damages, put_back
+from tarantella_pp.callbacks.manifest import MANIFEST, Manifest, read_manifest
+from tarantella_pp.callbacks.tensor_file import TensorFile, sha256_of
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
-from tarantella_pp.files.checkpoint_folder import checkpoints_in, damages, put_back
-from tarantella_pp.files.manifest import MANIFEST, Manifest, read_manifest
-from tarantella_pp.files.tensor_file import TensorFile, sha256_of
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import to_tensor
 from tarantella_pp.runtime.weights.optimizer_state import StateShare, spec_of

@@ -17,7 +17,6 @@ from tarantella_pp.models.model_validation import needs_whole_batch, replicas_of
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.options import PlanOptions
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.collective import on_one_rank
 from tarantella_pp.runtime.comm.communicator import Communicator
@@ -34,7 +33,11 @@ def agreed_plan(
     """The plan that rank 0 makes or loads, on all ranks, whose models it must fit."""
     memory = None
     if plan is None:
-        machine = _with_link(default_machine(), communicator, exact=options.balance == "time")
+        machine = default_machine()
+        if communicator.several_hosts:
+            # A rough figure: plans do not depend on how busy the network happens to be.
+            bandwidth = magnitude(measure_link(communicator)[0])
+            machine = msgspec.structs.replace(machine, bandwidth=bandwidth)
         options = replace(options, machine=machine)
         if options.memory_limit is None:
             memory = memory_of_each_rank(communicator, gpu_in_use())
@@ -74,17 +77,6 @@ def _fitting(
         )
         return best
     return msgspec.structs.replace(fitting, memory_limit=None)  # which is not the user's
-
-
-def _with_link(machine: HardwareSpec, communicator: Communicator, *, exact: bool) -> HardwareSpec:
-    """A machine with the link between ranks as it is, where that is not known without asking."""
-    if communicator.size == 1 or not (exact or communicator.several_hosts):
-        return machine
-    bandwidth, latency = measure_link(communicator)
-    # A rough figure does not make the plan depend on how busy the network happens to be.
-    if exact:
-        return msgspec.structs.replace(machine, bandwidth=bandwidth, latency=latency)
-    return msgspec.structs.replace(machine, bandwidth=magnitude(bandwidth))
 
 
 def _on_ranks(options: PlanOptions, num_ranks: int, extracted: ExtractedModel) -> PlanOptions:

@@ -19,12 +19,12 @@ from tarantella_pp.internals.functional import hides_its_graph, own_metrics
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.models.training_loops import TrainingLoops
-from tarantella_pp.partition.options import Recompute
-from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.collective import collective, contents_of, named, on_one_rank
 from tarantella_pp.runtime.comm.communicator import world
 
 _FILES = (".keras", ".h5", ".hdf5")
+# Options of a `PipelineModel` that one stage on each rank has not.
+OF_STAGES = {"num_stages", "schedule", "balance", "wire_dtype", "num_replicas", "check_replicas"}
 
 
 class Model(PipelineModel):
@@ -47,21 +47,18 @@ class Model(PipelineModel):
         model: The model; see `PipelineModel`.
         num_micro_batches: Number of micro-batches that each rank cuts its share into (gradient
             accumulation). Default: the one with which a step is fastest.
-        memory_limit: Largest memory of a rank; see `PipelineModel`.
-        batch_size: Batch size to plan memory for, over all ranks. Default: 32.
-        recompute: Activation checkpointing; see `PipelineModel`.
-        plan: A `Plan` of one stage or the path of one, instead of the options before.
-        shard_optimizer: Whether ranks share out the optimizer state; see `PipelineModel`.
-        gradient_dtype: `"bfloat16"` to send gradients rounded; see `PipelineModel`.
         inputs: For a subclassed or not yet built model what it is called with: a `keras.Input`, or
             several in the structure that its `call` takes. Files of a subclassed model are as if
             `keras.Model(inputs, model(inputs))` were saved, and the model itself holds the trained
             weights.
+        **options: Of `PipelineModel`, as far as they are not about stages: memory and batch size to
+            plan for, activation checkpointing, a `plan` of one stage, `shard_optimizer`,
+            `gradient_dtype`.
 
     Raises:
         ConfigurationError: If an option cannot work.
         UnsupportedModelError: If replicas would train something else.
-        PlanError: If `plan` belongs to another model, or no plan meets `memory_limit`.
+        PlanError: If `plan` belongs to another model, or none keeps the memory limit.
 
     Example::
 
@@ -85,24 +82,17 @@ class Model(PipelineModel):
         self,
         model: keras.Model,
         num_micro_batches: int | None = None,
-        memory_limit: int | str | None = None,
-        batch_size: int = 32,
-        recompute: Recompute | None = None,
-        plan: Plan | str | Path | None = None,
-        shard_optimizer: bool = False,
+        *,
         inputs: Any = None,
-        gradient_dtype: str | None = None,
+        **options: Any,
     ) -> None:
+        for name in OF_STAGES & {*options}:
+            raise TypeError(f"{type(self).__name__} has no option '{name}': it is one stage.")
         super().__init__(
             model if inputs is None else _called_with(model, inputs),
-            num_stages=1 if plan is None else None,
+            num_stages=1 if options.get("plan") is None else None,
             num_micro_batches=num_micro_batches,
-            memory_limit=memory_limit,
-            batch_size=batch_size,
-            recompute=recompute,
-            plan=plan,
-            shard_optimizer=shard_optimizer,
-            gradient_dtype=gradient_dtype,
+            **options,
         )
         if self.plan.num_stages > 1:
             raise ConfigurationError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.internals.functional import hides_its_graph
 from tarantella_pp.internals.model_files import deserialized
 from tarantella_pp.models.data_parallel_model import (
+    OF_STAGES,
     Model,
     OwnStepModel,
     has_own_steps,
@@ -293,9 +293,8 @@ def _built(
 def _wrapped(model: Any, options: Mapping[str, Any], kind: Any = None) -> Any:
     """Makes a model a distributed one."""
     subclassed = hides_its_graph(model) and not isinstance(model, keras.Sequential)
-    unknown = set(options) - set(inspect.signature(Model.__init__).parameters)
     if kind is None:
-        whole = (subclassed or has_own_steps(model)) and not unknown
+        whole = (subclassed or has_own_steps(model)) and OF_STAGES.isdisjoint(options)
         kind = Model if whole else PipelineModel
     return kind(model, **options)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import keras
 from tarantella_pp.errors import (
     ConfigurationError,
     UnsupportedModelError,
-    alike,
     checked_count,
 )
 from tarantella_pp.internals.functional import sublayers
@@ -36,15 +34,6 @@ def check_backend() -> None:
             f"Pipelines need Keras on TensorFlow. Received: KERAS_BACKEND={backend!r}. Set the "
             "environment variable KERAS_BACKEND=tensorflow, or `backend` in ~/.keras/keras.json."
         )
-
-
-def check_options(kind: type, given: Iterable[str]) -> None:
-    """Refuses options that a class of models has not, with the one that may be meant."""
-    known = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
-    if any(option.kind is option.VAR_KEYWORD for option in known.values()):
-        return
-    for name in set(given) - set(known):
-        raise TypeError(f"{kind.__name__} has no option '{name}'.{alike(name, known)}")
 
 
 def check_model(model: Any) -> None:

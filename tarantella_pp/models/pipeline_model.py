@@ -61,8 +61,8 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             `schedule.Schedule` or the path of a text file with one. Default: the fastest, see
             `make_plan`; `"gpipe"` where the loss cannot be computed one micro-batch at a time.
         balance: What the stages are balanced by: `"memory"`; `"time"`, for which rank 0 measures
-            each operation while the others wait, and all ranks their links; or `"flops"`. Default:
-            the one with which a step is fastest within the limit.
+            each operation while the others wait; or `"flops"`. Default: the one with which a step
+            is fastest within the limit.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`, one or one for each
             stage. Default: what a rank may take of the memory of its host, or of the control
             group of the job. If no plan keeps that, a warning says by how much.
@@ -102,11 +102,6 @@ class PipelineModel(TrainingLoops, CollectiveModel):
     """
 
     _engine: Engine
-
-    def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Refuses unknown options before Keras looks at them."""
-        model_validation.check_options(cls, options)
-        return super().__new__(cls, *args, **options)
 
     def __init__(
         self,

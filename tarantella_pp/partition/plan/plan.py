@@ -15,16 +15,10 @@ class Plan(PlanData, frozen=True):
     Attributes:
         version: Version of the format.
         model: Name of the model.
-        num_stages: Number of pipeline stages.
-        num_micro_batches: Number of micro-batches of a step.
-        num_replicas: Number of pipelines side by side; a batch is split among them.
-        batch_size: Samples of a step, over all replicas, that memory was planned for.
-        schedule: Name of the schedule that memory was planned for.
-        balance: What the stages are balanced by, `"memory"`, `"time"` or `"flops"`; `"given"` where
-            they were given as numbers of layers.
+        balance: What the stages are balanced by; `"given"` where they were given as numbers of
+            layers. It is an option of `make_plan`, as are `num_stages`, `num_micro_batches`,
+            `num_replicas`, `batch_size`, `schedule` and others that stand here as they were chosen.
         optimizer: The optimizer whose slots are counted.
-        memory_limit: Largest memory of a stage that was allowed, in bytes, one number or one for
-            each stage; `None` for any.
         fingerprint: Fingerprint of the model's layer graph.
         node_names: Name of each node of that graph.
         assignment: Stage of each node.
@@ -37,20 +31,9 @@ class Plan(PlanData, frozen=True):
         assumed_size: Size that unknown dimensions other than the batch were counted with.
         estimated: Kinds of layers whose costs are guesses; all others follow rules or, where
             stages have seconds, measurements.
-        recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass,
-            ascending.
         schedule_text: Text of the schedule where its name does not say all: a user's own, or one
             that was searched for.
         ranks: Rank of each stage that the plan was made for; empty where each has its own.
-        placement: Where replicas are: `"pipelines-together"` puts the ranks of a pipeline side by
-            side, `"replicas-together"` the ranks of a stage.
-        fusion_threshold: Most bytes of gradients that are summed over replicas at a time.
-        shard_optimizer: Whether replicas share out the optimizer state (ZeRO-1); then the
-            largest share is counted.
-        gradient_dtype: Dtype in which gradients of weights travel between replicas, if it is
-            smaller than their own; `None` for their own.
-        wire_dtype: Dtype in which wider floating point activations and their gradients travel from
-            stage to stage; `None` for their own. `cuts` have the sizes of the tensors themselves.
         fallbacks: The stages whose backward pass the runtime could not cut in two, and why; known
             once they have trained.
         outputs: What loss and metrics of a compiled model need of its outputs, which the memory of

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -20,6 +18,7 @@ from tarantella_pp.partition.plan.plan_parts import (
     PlanConfig,
     StagePlan,
     Tie,
+    ascends,
 )
 from tarantella_pp.schedule import Schedule, ScheduleSpec
 
@@ -106,10 +105,9 @@ class PlanData(
     @property
     def repeats(self) -> dict[int, int]:
         """Stages that repeat their forward pass, and how many micro-batches they hold all of."""
-        if not self.recompute:
-            return {}
-        counts = self.schedule_spec().held_whole(self.num_micro_batches)
-        return {stage: counts[stage] for stage in self.recompute}
+        again = self.repeated_stages
+        counts = self.schedule_spec().held_whole(self.num_micro_batches) if again else ()
+        return {stage: counts[stage] for stage in again}
 
     def check(self, graph: LayerGraph) -> None:
         """Raises a `PlanError` if this is a plan of another model."""
@@ -140,25 +138,12 @@ def _problems(plan: PlanData) -> list[str]:
         "stages must name their first and last node, and how many there are": (
             [(stage.first, stage.last, stage.nodes) for stage in plan.stages] == ends
         ),
-        f"memory_limit must be one number, or one a stage. Received: {plan.memory_limit}": (
-            len(plan.limits or plan.stages) == count
-        ),
-        f"ranks must name one for each stage, or none. Received: {list(plan.ranks)}": (
-            len(plan.ranks) in (0, count) and set(plan.ranks) == set(range(len(set(plan.ranks))))
-        ),
-        f"recompute must name stages, ascending. Received: {list(plan.recompute)}": (
-            _ascends(plan.recompute, count)
-        ),
+        **plan.requirements(),
         "cuts must run from a stage to later ones": (
-            all(cut.targets and _ascends((cut.source, *cut.targets), count) for cut in plan.cuts)
+            all(cut.targets and ascends((cut.source, *cut.targets), count) for cut in plan.cuts)
         ),
         "ties must name two stages or more, ascending": (
-            all(len(tie.stages) > 1 and _ascends(tie.stages, count) for tie in plan.ties)
+            all(len(tie.stages) > 1 and ascends(tie.stages, count) for tie in plan.ties)
         ),
     }
     return [what for what, holds in must_hold.items() if not holds]
-
-
-def _ascends(stages: Sequence[int], num_stages: int) -> bool:
-    """Whether these are stages, each once, in their order."""
-    return all(a < b for a, b in itertools.pairwise([-1, *stages, num_stages]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -181,13 +182,34 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str
     balance: str
     memory_limit: MemoryLimit | None
-    recompute: tuple[int, ...] = ()
+    recompute: tuple[int, ...] = ()  # stages, ascending
     ranks: tuple[int, ...] = ()
     placement: Placement = "pipelines-together"
     fusion_threshold: Number = FUSION_THRESHOLD
     shard_optimizer: bool = False
     gradient_dtype: NarrowDtype | None = None
     wire_dtype: NarrowDtype | None = None
+
+    def requirements(self) -> dict[str, bool]:
+        """What must hold of them, and whether it does."""
+        limits, ranks, again = self.memory_limit, self.ranks, self.recompute
+        count = self.num_stages
+        return {
+            f"memory_limit must be one number, or one a stage. Received: {limits}": (
+                limits is None or isinstance(limits, int) or len(limits) == count
+            ),
+            f"ranks must name one for each stage, or none. Received: {list(ranks)}": (
+                len(ranks) in (0, count) and set(ranks) == set(range(len(set(ranks))))
+            ),
+            f"recompute must name stages, ascending. Received: {list(again)}": (
+                ascends(again, count)
+            ),
+        }
+
+    @property
+    def repeated_stages(self) -> tuple[int, ...]:
+        """The stages that keep inputs only and repeat their forward pass, ascending."""
+        return self.recompute
 
     def sent(self, cut: CutEdge) -> int:
         """Returns the bytes of one micro-batch of a tensor as it travels, without its mask."""
@@ -222,6 +244,11 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The memory limit of each stage; `None` for any."""
         limit = self.memory_limit
         return (limit,) * self.num_stages if isinstance(limit, int) else limit
+
+
+def ascends(stages: Sequence[int], num_stages: int) -> bool:
+    """Whether these are stages, each once, in their order."""
+    return all(a < b for a, b in itertools.pairwise([-1, *stages, num_stages]))
 
 
 def common_limit(limits: Sequence[int]) -> int | None:

@@ -17,10 +17,11 @@ import statistics
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.measured_costs import simulated
 from benchmarks.runtime.stubs import Seconds, StubPipeline
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.comm.machine import clock_offset
-from tarantella_pp.runtime.recorder import Recorder, gather_steps, simulated
+from tarantella_pp.runtime.recorder import Recorder, gather_steps
 from tarantella_pp.schedule import TRAINING_NAMES, Costs, simulate
 from tests.helpers.closed_forms import bubble_fraction
 

@@ -51,6 +51,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tarantella_pp as tnt
+from benchmarks.measured_costs import measured_costs
 from benchmarks.sized_models import BUILDERS, ROWS, data_for
 from benchmarks.training.against_fit import BatchSeconds
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
@@ -59,7 +60,6 @@ from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.runtime.recorder import (
     RecordedStep,
     alike,
-    measured_costs,
 )
 from tarantella_pp.schedule import simulate
 

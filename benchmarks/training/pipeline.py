@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tarantella_pp as tnt
+from benchmarks.measured_costs import measured_costs
 from benchmarks.sized_models import BUILDERS, ROWS, data_for
 from tarantella_pp.models import pipeline_model
 from tarantella_pp.runtime.comm.communicator import Communicator, world
@@ -44,7 +45,6 @@ from tarantella_pp.runtime.comm.machine import clock_offset
 from tarantella_pp.runtime.recorder import (
     Recorder,
     gather_steps,
-    measured_costs,
 )
 from tarantella_pp.schedule import TRAINING_NAMES, Costs, Schedule, lower, simulate
 from tests.helpers.closed_forms import bubble_fraction

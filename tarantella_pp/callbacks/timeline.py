@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +29,6 @@ from tarantella_pp.runtime.recorder import (
     gather_steps,
     is_busy,
     is_wait,
-    simulated,
 )
 from tarantella_pp.schedule import Action, Compute, Transfer
 
@@ -56,8 +55,7 @@ class Timeline(keras.callbacks.Callback):
 
     At the end of training one file has the forward and backward passes, sends and waits of all
     ranks, on one clock, with an arrow from each send to its receive. Open it at
-    https://ui.perfetto.dev or in chrome://tracing. Below the ranks it has them once more as the
-    simulator predicts them from the median times of what was recorded.
+    https://ui.perfetto.dev or in chrome://tracing.
 
     At the end of each epoch the logs get how ranks spent their time, on average: `busy` is the
     part in which they compute, `wait` that in which they wait for messages, and `bubble` all in
@@ -114,12 +112,10 @@ class Timeline(keras.callbacks.Callback):
         offset = clock_offset(engine.groups.pipeline)
         self._steps = gather_steps(self._recorder.steps, offset, engine.groups.pipeline)
         if self._path is not None and engine.prints:
-            same = alike(self._steps)
-            simulation = (simulated(same), same[-1].origin) if same else None
-            write_trace(self._path, self._steps, simulation)
+            write_trace(self._path, self._steps)
 
     def summary(self) -> None:
-        """Prints where each rank's time went, and how it compares with the simulator's.
+        """Prints where each rank's time went.
 
         Raises:
             ConfigurationError: If nothing was recorded.
@@ -170,15 +166,10 @@ def summary_table(steps: Sequence[RecordedStep]) -> Group:
 
 
 def _compared(steps: Sequence[RecordedStep]) -> str:
-    """Returns the line that compares the schedule's part of a step with its simulation."""
-    simulation = simulated(steps)
     measured = median(step.timeline.step_seconds for step in steps)
     bubble = median(step.timeline.bubble_fraction for step in steps)
     return (
-        f"From the first pass to the last: {1e3 * measured:.2f} ms, "
-        f"simulated {1e3 * simulation.step_seconds:.2f} ms "
-        f"({simulation.step_seconds / measured - 1:+.1%}). "
-        f"Bubble in this: {bubble:.1%}, simulated {simulation.bubble_fraction:.1%}."
+        f"From the first pass to the last: {1e3 * measured:.2f} ms. Bubble in this: {bubble:.1%}."
     )
 
 
@@ -193,38 +184,29 @@ def _period(steps: Sequence[RecordedStep], rank: int) -> float:
     return median(starts.get(number + 1, ends[number]) - starts[number] for number in starts)
 
 
-def write_trace(
-    path: Path, steps: Sequence[RecordedStep], simulation: tuple[Any, float] | None = None
-) -> None:
+def write_trace(path: Path, steps: Sequence[RecordedStep]) -> None:
     """Writes recorded steps to a file, all of it or nothing."""
-    document = {"displayTimeUnit": "ms", "traceEvents": trace_events(steps, simulation)}
+    document = {"displayTimeUnit": "ms", "traceEvents": trace_events(steps)}
     replace_file(path, lambda draft: draft.write_bytes(msgspec.json.encode(document)))
 
 
-def trace_events(
-    steps: Sequence[RecordedStep], simulation: tuple[Any, float] | None = None
-) -> list[TraceEvent]:
+def trace_events(steps: Sequence[RecordedStep]) -> list[TraceEvent]:
     """Makes the events of a trace; times are in microseconds since the first step began."""
     if not steps:
         return []
     zero = min(start for start, _ in steps[0].bounds)
-    trace, placement = _Trace(), steps[0].schedule.placement
-    trace.name_ranks(0, placement, "")
+    trace = _Trace()
+    trace.name_ranks(steps[0].schedule.placement)
     for step in steps:
         for rank, (start, end) in enumerate(step.bounds):
             bounds = Span(f"step {step.number}", start, end)
             trace.add_slice(rank, STEPS, bounds, zero, {"rows": step.rows})
-        trace.add_spans(0, step.spans, zero, {"step": step.number})
-    if simulation is not None:
-        timeline, start = simulation
-        spans = [[Span(e.action, e.start, e.end) for e in own] for own in timeline.events]
-        trace.name_ranks(len(spans), placement, " simulated")
-        trace.add_spans(len(spans), spans, zero - start, {})
+        trace.add_spans(step, zero)
     return trace.events
 
 
 class _Trace:
-    """Events, each on a track of a process; a process is a rank, measured or simulated."""
+    """Events, each on a track of a process, which is a rank."""
 
     def __init__(self) -> None:
         self.events: list[TraceEvent] = []
@@ -234,32 +216,30 @@ class _Trace:
         # Perfetto takes tracks with the number 0, or their process's, for one and the same.
         self.events.append({"pid": process, "tid": 10 * process + track, **fields})
 
-    def name_ranks(self, first: int, placement: Sequence[int], suffix: str) -> None:
+    def name_ranks(self, placement: Sequence[int]) -> None:
         """Names processes and tracks, and puts them in order."""
         for rank in range(max(placement) + 1):
             stages = ", ".join(str(s) for s, owner in enumerate(placement) if owner == rank)
-            process = first + rank
-            self._name(process, COMPUTE, "process_name", name=f"rank {rank}{suffix}")
-            self._name(process, COMPUTE, "process_labels", labels=f"stage {stages}")
-            self._name(process, COMPUTE, "process_sort_index", sort_index=process)
+            self._name(rank, COMPUTE, "process_name", name=f"rank {rank}")
+            self._name(rank, COMPUTE, "process_labels", labels=f"stage {stages}")
+            self._name(rank, COMPUTE, "process_sort_index", sort_index=rank)
             for track, name in _TRACKS.items():
-                self._name(process, track, "thread_name", name=name)
-                self._name(process, track, "thread_sort_index", sort_index=track)
+                self._name(rank, track, "thread_name", name=name)
+                self._name(rank, track, "thread_sort_index", sort_index=track)
 
     def _name(self, process: int, track: int, kind: str, **values: Any) -> None:
         self._add(process, track, ph="M", name=kind, args=values)
 
-    def add_spans(
-        self, first: int, ranks: Iterable[Sequence[Span]], zero: float, about: dict[str, Any]
-    ) -> None:
+    def add_spans(self, step: RecordedStep, zero: float) -> None:
         """Adds the slices of one step, and the arrows between them."""
         numbers: dict[tuple[Any, ...], int] = {}
-        for rank, spans in enumerate(ranks):
+        for rank, spans in enumerate(step.spans):
             for span in spans:
                 track = COMPUTE if is_busy(span.what) else COMMUNICATION
                 facts = {} if isinstance(span.what, str) else dict(span.what._asdict())
                 facts.pop("operation", None)
-                start, end = self.add_slice(first + rank, track, span, zero, {**about, **facts})
+                facts["step"] = step.number
+                start, end = self.add_slice(rank, track, span, zero, facts)
                 if isinstance(span.what, Transfer):
                     key = (span.what.direction, span.what.message)
                     number = numbers.setdefault(key, next(self._arrows))
@@ -268,7 +248,7 @@ class _Trace:
                     kind = {"ph": "s"} if sends else {"ph": "f", "bp": "e"}
                     moment = _written(start if sends else max(start, end - _INSIDE))
                     message = {"id": number, "name": "message", "cat": "message", "ts": moment}
-                    self._add(first + rank, COMMUNICATION, **kind, **message)
+                    self._add(rank, COMMUNICATION, **kind, **message)
 
     def add_slice(
         self, process: int, track: int, span: Span, zero: float, facts: dict[str, Any]

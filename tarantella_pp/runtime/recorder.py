@@ -1,14 +1,14 @@
-"""What ranks do in training steps and when, and what a pipeline costs by such steps."""
+"""What ranks do in training steps, and when."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 from tarantella_pp.errors import ConfigurationError
@@ -16,18 +16,12 @@ from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.schedule import (
     Action,
     Compute,
-    Costs,
     Event,
-    Kind,
-    Link,
-    LinkCosts,
     Reduce,
     Schedule,
-    StageCosts,
     StepTimeline,
     Transfer,
     parse_action,
-    simulate,
 )
 
 UPDATE, LOGS, TIES = "update", "logs", "tied weights"
@@ -164,19 +158,6 @@ class RecordedStep:
         )
         return StepTimeline.of_events(self.schedule, events, serial, (0.0,) * len(events))
 
-    def messages(self) -> Iterator[tuple[Transfer, Span, Span]]:
-        """Iterates over the messages: the send as an action, its span and the wait's."""
-        transfers = [
-            (span.what, span)
-            for spans in self.spans
-            for span in spans
-            if isinstance(span.what, Transfer)
-        ]
-        sends = {(a.direction, a.message): (a, span) for a, span in transfers if a.operation == "S"}
-        for action, wait in transfers:
-            if action.operation == "R":
-                yield *sends[action.direction, action.message], wait
-
 
 def gather_steps(
     records: Sequence[RecordedStep], offset: float, communicator: Communicator
@@ -213,64 +194,3 @@ def alike(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
     kinds = Counter((id(step.schedule), step.rows) for step in steps)
     most = max(kinds, key=lambda kind: kinds[kind], default=None)
     return [step for step in steps if (id(step.schedule), step.rows) == most]
-
-
-def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
-    """Estimates the costs of stages and messages.
-
-    Computations cost the mean over the micro-batches of the median step: whatever makes one of
-    them take longer now and then is in there, for it makes steps longer, too.
-
-    Handing over costs the sender what its sends take, and taking a message that is there costs
-    the receiver what its shortest waits take: those for messages sent before it asked for them.
-    Where the receiver waited already when a message was sent, the time until it had it is the
-    latency of the link.
-    """
-    usual: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
-    sending: list[float] = []
-    taking: list[float] = []
-    coming: defaultdict[Link, list[float]] = defaultdict(list)
-    for step in steps:
-        for key, seconds in _computations(step).items():
-            usual[key].append(fmean(seconds))
-        for action, send, wait in step.messages():
-            sending.append(send.end - send.start)
-            # Sent before it was asked for: the wait shows what taking costs, not the link.
-            if send.start < wait.start:
-                taking.append(wait.end - wait.start)
-            else:
-                coming[action.source, action.target].append(max(0.0, wait.end - send.end))
-    receive = _median(taking)
-    links = {pair: LinkCosts(0.0, max(0.0, _median(s) - receive)) for pair, s in coming.items()}
-    others = _median([link.latency for link in links.values()])
-    kinds: tuple[Kind, ...] = ("F", "B", "W", "BW")
-    stages = []
-    for stage in range(steps[0].schedule.num_stages):
-        forward, inputs, weights, both = (_median(usual[stage, kind]) for kind in kinds)
-        stages.append(StageCosts(forward, inputs, weights, both or None))
-    return Costs(
-        tuple(stages),
-        links,
-        LinkCosts(0.0, others),
-        send_seconds=_median(sending),
-        receive_seconds=receive,
-    )
-
-
-def simulated(steps: Sequence[RecordedStep]) -> StepTimeline:
-    """Simulates the steps' own schedule with the costs that they show."""
-    return simulate(steps[0].schedule, measured_costs(steps))
-
-
-def _computations(step: RecordedStep) -> Mapping[tuple[int, Kind], Sequence[float]]:
-    """The seconds of each kind of computation of each stage."""
-    found: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
-    for spans in step.spans:
-        for what, start, end in spans:
-            if isinstance(what, Compute):
-                found[what.stage, what.kind].append(end - start)
-    return found
-
-
-def _median(values: Sequence[float]) -> float:
-    return median(values or [0.0])

@@ -93,8 +93,13 @@ def test_the_version_is_that_of_the_project_file_and_of_the_change_log():
     assert f"version: {project['version']}\n" in citation
 
 
-def test_the_package_is_marked_as_typed():
-    assert (Path(tnt.__file__).parent / "py.typed").is_file()
+def test_type_checkers_know_every_public_name():
+    folder = Path(tnt.__file__).parent
+    assert (folder / "py.typed").is_file()
+    stub = (folder / "__init__.pyi").read_text(encoding="utf-8")
+    assert {*re.findall(r" as (\w+)|^(__\w+__): ", stub, re.MULTILINE)} == {
+        ("", name) if name.startswith("__") else (name, "") for name in tnt.__all__
+    }
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a clone has the links")

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tarantella_pp.custom_steps.tensor_collectives import refuse_in_graph
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.options import fusion_threshold_of
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.weights.gradient_reduction import (
     Gradient,
@@ -77,11 +76,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
     if averages_gradients(optimizer):
         raise ConfigurationError("optimizer is a DistributedOptimizer already.")
     own = type(optimizer)
-    combines = {
-        "_op": op,
-        "_threshold": fusion_threshold_of(fusion_threshold),
-        "_wire_dtype": wire_dtype,
-    }
+    in_buckets([], fusion_threshold)  # refuses a wrong one
+    combines = {"_op": op, "_threshold": fusion_threshold, "_wire_dtype": wire_dtype}
     # Under its own name and module, so that Keras writes and finds it as what it was.
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     optimizer.__class__ = type(own.__name__, (_Distributed, own), {**names, **combines})
@@ -97,7 +93,7 @@ class _Distributed:
     """Replaces one rank's gradients by the sums of all ranks."""
 
     _op: str
-    _threshold: int
+    _threshold: int | float | str | None
     _wire_dtype: str | None
     _exchange: GradientExchange | None = None
     _trainable_variables: Any
@@ -133,7 +129,7 @@ class GradientExchange:
         fusion_threshold: int | float | str | None = None,
     ) -> None:
         self.variables = list(variables)
-        buckets = in_buckets(self.variables, fusion_threshold_of(fusion_threshold))
+        buckets = in_buckets(self.variables, fusion_threshold)
         self._buckets = dict(enumerate(buckets))
         weights = {key: [self.variables[i] for i in own] for key, own in self._buckets.items()}
         self._reduction = GradientReduction(ranks, weights, wire_dtype)

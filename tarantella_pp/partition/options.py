@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -16,9 +15,9 @@ from tarantella_pp.errors import ConfigurationError, checked_count
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.graph.units import parse_bytes
+from tarantella_pp.partition.plan.gradient_buckets import fusion_threshold_of
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan_parts import (
-    FUSION_THRESHOLD,
     MemoryLimit,
     NarrowDtype,
     Placement,
@@ -26,8 +25,6 @@ from tarantella_pp.partition.plan.plan_parts import (
 )
 from tarantella_pp.schedule import Schedule, ScheduleSpec
 
-# Says how many bytes of gradients replicas sum at a time, where the script does not.
-FUSION_VARIABLE = "TNT_FUSION_THRESHOLD"
 BALANCES = ("memory", "time", "flops")
 # The balance of a plan whose stages were given.
 GIVEN = "given"
@@ -154,14 +151,6 @@ class PlanOptions:
 
 def _or(given: Any, default: Any) -> Any:
     return default if given is None else given
-
-
-def fusion_threshold_of(given: int | float | str | None) -> int:
-    """Reads the option `fusion_threshold`, else the environment."""
-    if given is not None:
-        return parse_bytes(given, "fusion_threshold")
-    text = os.environ.get(FUSION_VARIABLE, "").strip()
-    return parse_bytes(text, FUSION_VARIABLE) if text else FUSION_THRESHOLD
 
 
 def narrow_dtype(option: str, given: Any) -> NarrowDtype | None:

@@ -10,7 +10,8 @@ from keras import layers
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.graph.keras_reader import extract
-from tarantella_pp.partition.options import assignment_of, fusion_threshold_of
+from tarantella_pp.partition.options import assignment_of
+from tarantella_pp.partition.plan.gradient_buckets import fusion_threshold_of
 from tests.zoo import models
 
 pytestmark = pytest.mark.keras

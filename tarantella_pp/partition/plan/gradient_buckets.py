@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
-from tarantella_pp.partition.graph.units import wire_bytes
+from tarantella_pp.partition.graph.units import parse_bytes, wire_bytes
+from tarantella_pp.partition.plan.plan_parts import FUSION_THRESHOLD
 
+# Says how many bytes of gradients replicas sum at a time, where the script does not.
+FUSION_VARIABLE = "TNT_FUSION_THRESHOLD"
 # The buckets of a stage: ids of variables in `LayerGraph.weights`.
 Buckets = tuple[tuple[int, ...], ...]
+
+
+def fusion_threshold_of(given: int | float | str | None) -> int:
+    """Reads the option `fusion_threshold`, else the environment."""
+    if given is not None:
+        return parse_bytes(given, "fusion_threshold")
+    text = os.environ.get(FUSION_VARIABLE, "").strip()
+    return parse_bytes(text, FUSION_VARIABLE) if text else FUSION_THRESHOLD
 
 
 def gradient_buckets(

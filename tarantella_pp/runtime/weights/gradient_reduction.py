@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.partition.plan.gradient_buckets import fusion_threshold_of
 from tarantella_pp.runtime.comm.buffers import ALIGNMENT, empty
 from tarantella_pp.runtime.comm.collectives import (
     CollectiveRequest,
@@ -219,14 +220,17 @@ class GradientReduction:
         )
 
 
-def in_buckets(variables: Sequence[Any], fusion_threshold: int) -> list[list[int]]:
+def in_buckets(
+    variables: Sequence[Any], fusion_threshold: int | float | str | None
+) -> list[list[int]]:
     """Packs variables whose gradients come together, the last layers' first."""
+    most = fusion_threshold_of(fusion_threshold)
     buckets: list[list[int]] = []
     room = 0
     for i in reversed(range(len(variables))):
         nbytes = variable_bytes(variables[i])
         if nbytes > room:
-            room = fusion_threshold
+            room = most
             buckets.append([])
         buckets[-1].append(i)
         room -= nbytes

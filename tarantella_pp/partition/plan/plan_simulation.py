@@ -178,7 +178,7 @@ class PlanSimulation:
         return Costs(tuple(stages), links)
 
     def _held_again(self, spec: ScheduleSpec) -> dict[int, float]:
-        """Stages that recompute, with what they make again and hold, over what was planned."""
+        """Stages that repeat, with what they make again and hold, over what was planned."""
         # Bytes of one plan's micro-batches, scaled by how many another schedule holds at a time.
         planned = self.plan.repeats
         now = spec.held_whole(self.micro_batches) if planned else ()

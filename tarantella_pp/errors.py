@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 
@@ -63,12 +62,3 @@ def checked_count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
         raise ConfigurationError(f"Expected a positive integer. Received: {name}={value!r}")
     return int(value.__index__())
-
-
-def alike(name: str, names: Iterable[str]) -> str:
-    """Suggests names that are there for one that is not; empty if none is like it."""
-    import difflib
-
-    known = {one.lower(): one for one in names}
-    close = difflib.get_close_matches(name.lower(), known, n=3)
-    return f" Did you mean {' or '.join(known[one] for one in close)}?" if close else ""

@@ -27,7 +27,6 @@ from tarantella_pp.errors import (
     MissingDependencyError,
     PlanError,
     UnsupportedModelError,
-    alike,
 )
 from tarantella_pp.launch.cause import describe
 
@@ -131,10 +130,7 @@ def _application(name: str) -> Any:
         known = {key.lower(): made for key, made in found if key[0].isupper() and callable(made)}
         if name.lower() in known:
             return known[name.lower()](weights=None)
-    names = [made.__name__ for made in known.values()]
-    raise ConfigurationError(
-        f"keras.applications has no {name}.{alike(name, names)} Received: MODEL={name!r}"
-    )
+    raise ConfigurationError(f"keras.applications has no {name}. Received: MODEL={name!r}")
 
 
 def _called(source: str) -> Any:
@@ -154,8 +150,7 @@ def _called(source: str) -> Any:
             module = importlib.import_module(place)
         made = getattr(module, name, None)
     if not callable(made):
-        names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-        raise ConfigurationError(f"There is no function {name!r} in {place}.{alike(name, names)}")
+        raise ConfigurationError(f"There is no function {name!r} in {place}.")
     if not isinstance(made, keras.Model):
         with quiet_keras(f"{name}() of {place}"):
             made = made()

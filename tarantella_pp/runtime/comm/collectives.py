@@ -78,7 +78,6 @@ class CollectiveRequest(Generic[_Result]):
                 self.ready,
                 self.__str__,
                 [r for r in channel.world_ranks if r != channel.world_ranks[channel.rank]],
-                coming=lambda: sum(message.coming() for message in self.missing()),
                 check=self.check,
             )
         if channel is not None:

@@ -21,7 +21,7 @@ from tarantella_pp.runtime.comm.buffers import (
     pieces,
 )
 from tarantella_pp.runtime.comm.progress import BackgroundProgress, Progress
-from tarantella_pp.runtime.comm.waiting import Limits, Outgoing, Waiter, Wakeup
+from tarantella_pp.runtime.comm.waiting import Limits, Waiter, Wakeup
 
 
 @dataclass
@@ -44,14 +44,13 @@ class Process:
 class SendRequest:
     """A message on its way out; keeps its memory alive until MPI has read all of it."""
 
-    __slots__ = ("_channel", "_memory", "_requests", "dest", "label", "nbytes", "tag", "world_rank")
+    __slots__ = ("_channel", "_memory", "_requests", "dest", "label", "tag", "world_rank")
 
     def __init__(self, channel: Channel, label: str, dest: int, tag: int, world_rank: int) -> None:
         self.label = label
         self.dest = dest
         self.tag = tag
         self.world_rank = world_rank
-        self.nbytes = 0
         self._channel = channel
         self._memory: list[Bytes] = []
         self._requests: list[Any] = []
@@ -59,7 +58,6 @@ class SendRequest:
     def add(self, piece: Bytes) -> None:
         """Starts to send a piece."""
         channel = self._channel
-        self.nbytes += piece.size
         self._memory.append(piece)
         self._requests.append(channel.comm.Isend((piece, channel.byte), self.dest, self.tag))
 
@@ -152,7 +150,6 @@ class RecvRequest:
             self.ready,
             self.__str__,
             (self.world_rank,),
-            coming=self.coming,
             check=self.check,
         )
         return self._arrays
@@ -163,12 +160,6 @@ class RecvRequest:
         channel.process.agreement.check_message(
             channel.waiter, self.world_rank, channel.group, self.tag, self.number
         )
-
-    def coming(self) -> int:
-        """Returns the size in bytes if the message is known to be on its way, else 0."""
-        wakeup, group = self._channel.process.wakeup, self._channel.group
-        announced = wakeup.is_announced(group, self.source, self.tag, self.number)
-        return self.nbytes if announced else 0
 
     def _mismatch(self, got: str) -> CommunicationError:
         expected = " ".join(map(str, self._specs)) or "no tensors"
@@ -223,15 +214,11 @@ class Channel:
         tensors = [as_array(array) for array in arrays]
         world_rank = self.world_ranks[dest]
         sending = SendRequest(self, label, dest, tag, world_rank)
-        # The count goes along in rings and announcements: a message is known by its place among
-        # those with its tag.
-        counts = self.process.agreement.sent[world_rank]
-        number = counts[self.group, tag]
-        counts[self.group, tag] += 1
+        self.process.agreement.sent[world_rank][self.group, tag] += 1
         for tensor in tensors:
             for piece in pieces(as_bytes(tensor)):
                 sending.add(piece)
-        self.process.wakeup.announce(world_rank, self.group, self.rank, tag, number)
+        self.process.wakeup.ring(world_rank)
         # The receiver is on its way; what follows is not waited for.
         self.unsent()  # or a rank that never waits keeps all that it has sent
         self._outgoing.append(sending)
@@ -263,11 +250,11 @@ class Channel:
         del self._expected[id(request)]
         self.process.progress.expected -= 1
 
-    def unsent(self) -> Outgoing:
-        """Lets go of what has been sent; returns receiver and bytes of each message that is not."""
+    def unsent(self) -> bool:
+        """Lets go of what has been sent; returns whether anything is not."""
         if self._outgoing:
             self._outgoing = [sending for sending in self._outgoing if not sending.done()]
-        return [(sending.world_rank, sending.nbytes) for sending in self._outgoing]
+        return bool(self._outgoing)
 
     def wait_sent(self, sending: SendRequest) -> None:
         """Waits until a message has been sent."""
@@ -275,7 +262,6 @@ class Channel:
         self.waiter.until(
             sending.done,
             lambda: f"the arrival of {sending}",
-            (peer,),
             check=lambda: check(self.waiter, peer, sending.done),
         )
 

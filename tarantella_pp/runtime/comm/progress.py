@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.runtime.comm.waiting import NETWORK_POLLS, Outgoing
+from tarantella_pp.runtime.comm.waiting import NETWORK_POLLS
 
 # Between two rounds of polls a socket takes what the network brings meanwhile: at 10 Gbit/s
 # 1.25 MB. A round takes some 20 us from the rank, also while nothing comes.
@@ -26,15 +26,15 @@ class Progress:
 
     def __init__(self) -> None:
         self.expected = 0  # messages that this rank is ready to receive
-        self._senders: dict[Callable[[], Outgoing], None] = {}
+        self._senders: dict[Callable[[], bool], None] = {}
         self._collectives: dict[Callable[[], bool], None] = {}
 
     def is_open(self) -> bool:
         """Whether anything is under way."""
         return bool(self.expected or self._senders or self._collectives)
 
-    def add_sender(self, left: Callable[[], Outgoing]) -> None:
-        """Asks from now on what of a sender's messages is left, until nothing is."""
+    def add_sender(self, left: Callable[[], bool]) -> None:
+        """Asks from now on whether any of a sender's messages is left, until none is."""
         self._senders[left] = None
 
     def add_collective(self, ended: Callable[[], bool]) -> None:
@@ -45,21 +45,15 @@ class Progress:
         """Lets go of a collective that has ended, and with it of the memory of its result."""
         self._collectives.pop(ended, None)
 
-    def poll(self) -> Outgoing:
-        """Moves all on; returns receiver and bytes of each message that is not sent yet."""
+    def poll(self) -> None:
+        """Moves all on."""
         # A copy: a collective that ends may begin another, and whoever waits for one drops it.
         for ended in [*self._collectives]:
             if ended():
                 self._collectives.pop(ended, None)
-        if not self._senders:
-            return ()
-        outgoing: list[tuple[int, int]] = []
         for left in [*self._senders]:
-            found = left()
-            outgoing += found
-            if not found:
+            if not left():
                 del self._senders[left]
-        return outgoing
 
 
 class BackgroundProgress:

@@ -7,7 +7,6 @@ import logging
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from typing import Any
 from tarantella_pp.errors import CommunicationError
 from tarantella_pp.launch.environment import seconds_from
 
+_LOG = logging.getLogger(__name__)
 # The largest file number that `select` takes, and one.
 _SELECTABLE = 1024
-_NOTE = struct.Struct("<IIIQ")
 
 
 class Wakeup:
@@ -27,8 +26,8 @@ class Wakeup:
 
     MPI can only be polled. A rank that sleeps between polls notices a message late, one that
     polls often takes the core from a rank that computes. So whoever sends a message to a rank of
-    its own host also sends a datagram that announces it, which ends the other's sleep. Rings may
-    get lost or come from anybody: all they do is to make a rank poll.
+    its own host also sends an empty datagram, which ends the other's sleep. Rings may get lost or
+    come from anybody: all they do is to make a rank poll.
     """
 
     def __init__(self) -> None:
@@ -37,8 +36,6 @@ class Wakeup:
         self.address: list[Any] = []
         self.neighbours = 1  # how many ranks this one reaches, itself included
         self.crowded = False  # whether these have fewer cores than they are
-        self.asked = False  # whether another rank wants this one to poll, for a message to go over
-        self._announced: dict[tuple[int, int, int], int] = {}
         self._peers: list[bytes] = []
         self._socket: socket.socket | None = None
         with contextlib.suppress(OSError):
@@ -66,23 +63,15 @@ class Wakeup:
         """Whether `rank` and this rank can ring for each other."""
         return rank < len(self._peers) and bool(self._peers[rank])
 
-    def announce(self, rank: int, group: int, source: int, tag: int, number: int) -> None:
-        """Tells another rank that a message is on its way, and ends its sleep; never waits."""
-        self.ring(rank, _NOTE.pack(group, source, tag, number))
-
-    def is_announced(self, group: int, source: int, tag: int, number: int) -> bool:
-        """Whether a message is known to be on its way, or here."""
-        return self._announced.get((group, source, tag), -1) >= number
-
-    def ring(self, rank: int, note: bytes = b"") -> None:
+    def ring(self, rank: int) -> None:
         """Ends the sleep of another rank, or its next one; never waits."""
         if self._socket is not None and self.reaches(rank):
             # A full queue means that the other has been rung for, no socket that it has ended.
             with contextlib.suppress(OSError):
-                self._socket.sendto(note, self._peers[rank])
+                self._socket.sendto(b"", self._peers[rank])
 
     def sleep(self, seconds: float) -> bool:
-        """Sleeps until somebody rings, or for some time."""
+        """Sleeps for some time, or until somebody rings."""
         if self._socket is None:
             time.sleep(seconds)
             return False
@@ -91,15 +80,8 @@ class Wakeup:
             return False
         with contextlib.suppress(BlockingIOError):
             while True:
-                self._take(self._socket.recv(_NOTE.size))
+                self._socket.recv(1)
         return True
-
-    def _take(self, note: bytes) -> None:
-        if len(note) == _NOTE.size:
-            group, source, tag, number = _NOTE.unpack(note)
-            self._announced[group, source, tag] = number
-        else:
-            self.asked = True
 
 
 def _place() -> str:
@@ -107,8 +89,6 @@ def _place() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/net')}"
 
-
-_LOG = logging.getLogger(__name__)
 
 # Who waits for whom: a receive for the rank that sends, the end of a step for the sends that are
 # still under way, a collective call for all. A send leaves in the background; only who is ahead by
@@ -119,47 +99,24 @@ _LOG = logging.getLogger(__name__)
 #     rank 1   ~~~ F0 ........... B0 sends, rings  ~  waits for the activation of micro-batch 0
 #
 #     one wait   poll poll poll | sleep . sleep .. sleep .... ring, poll: done
-#                1 ms at most     longer and longer; a ring ends a sleep; every 50 ms:
+#                1 ms at most     longer and longer; a ring begins anew; every 50 ms:
 #                                 has a rank ended? is it too long?
 #
 # MPI's own waits never give up the core. Here the first moments of a wait poll, each time letting
 # whoever else wants the core have it, and only while nobody does: a yield that takes longer than
 # _CONTENDED_SECONDS means that somebody else has computed meanwhile. Then the process sleeps
 # between polls. Where ranks share cores even short polling is felt by those that compute.
-SPIN_SECONDS = 1e-3
-SPIN_SECONDS_SHARED = 50e-6
+_SPIN_SECONDS, _SPIN_SECONDS_SHARED = 1e-3, 50e-6
 _CONTENDED_SECONDS = 30e-6
 _CHECK_SECONDS = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How long to sleep between polls."""
-
-    share: float  # sleep as a share of the wait so far: how much later at most its end is noticed
-    longest: float  # longest sleep in seconds
-    polls: int = 1  # how often to poll between two sleeps
-
-
-# A rank that is rung for polls for safety only.
-RUNG_FOR = Pace(0.5, 10e-3)
-NOT_RUNG_FOR = Pace(0.05, 1e-3)
+# A sleep as a share of the wait so far, which is how much later at most its end is noticed; and
+# the longest in seconds. Who is rung for polls for safety only, and where MPI may not read another
+# process's memory: then a message goes over in parts while both ranks poll.
+_RUNG_FOR, _NOT_RUNG_FOR = (0.25, 5e-3), (0.05, 1e-3)
 # A poll takes some 100 KB at most out of a network (16 segments of 8 KiB with UCX), and 10 Gbit/s
 # bring 1.25 MB in a millisecond: so a rank polls this often in a row, which takes some
 # microseconds where nothing has come.
 NETWORK_POLLS = 16
-FROM_ELSEWHERE = Pace(0.05, 1e-3, NETWORK_POLLS)
-
-# Where MPI may read the memory of another process, one poll fetches all of a message that is on
-# its way. Elsewhere a large one goes over in many small parts, for which both ranks must poll:
-# they wake each other, and do so for as long as it takes at this rate in bytes per second.
-SLOWEST_RATE = 100e6
-LARGE = 16 << 10
-_HEAD_START = 10e-3
-_ASK_SECONDS = 1e-3
-
-# Receiver and bytes of messages that are not sent yet.
-Outgoing = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +142,7 @@ class Waiter:
         self,
         rank: int,
         limits: Limits,
-        between: Callable[[], Outgoing],
+        between: Callable[[], object],
         wakeup: Wakeup,
         report: Callable[[], str],
         where: Callable[[], str] = str,
@@ -201,26 +158,26 @@ class Waiter:
         self,
         done: Callable[[], bool],
         what: Callable[[], str],
-        peers: Sequence[int] = (),
+        ringers: Sequence[int] = (),
         *,
         limited: bool = True,
-        coming: Callable[[], int] | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """Returns as soon as `done()` is true.
+        """Returns as soon as `done()` is true, which `ringers` ring for if they can.
 
-        `check()` raises if the wait is in vain. Whoever can say with `coming()` how many bytes are
-        known to come is rung for.
+        `check()` raises if the wait is in vain.
         """
         if done() or self._spin(done):
             return
-        near = all(map(self._wakeup.reaches, peers))
-        pace = (RUNG_FOR if coming else NOT_RUNG_FOR) if near else FROM_ELSEWHERE
-        sleep = _Sleep(self._wakeup, peers, pace, coming or int)
+        rung_for = bool(ringers) and all(map(self._wakeup.reaches, ringers))
+        polls = 1 if rung_for else NETWORK_POLLS
+        share, longest = _RUNG_FOR if rung_for else _NOT_RUNG_FOR
         limits = self._limits if limited else Limits(0.0, 0.0)
         start, warn, next_check = time.perf_counter(), limits.warn, _CHECK_SECONDS
-        while not any(done() for _ in range(pace.polls)):
-            waited = time.perf_counter() - start
+        since = start  # of the last ring
+        while not any(done() for _ in range(polls)):
+            now = time.perf_counter()
+            waited = now - start
             if waited >= next_check:
                 next_check = waited + _CHECK_SECONDS
                 if check is not None:
@@ -232,11 +189,14 @@ class Waiter:
                     )
                 if 0 < limits.timeout <= waited:
                     self._give_up(what(), waited)
-            sleep.once(self._between())
+            self._between()
+            if self._wakeup.sleep(min((now - since) * share, longest)):
+                since = time.perf_counter()
 
     def _spin(self, done: Callable[[], bool]) -> bool:
         """Polls for a moment, as long as nobody else wants the core."""
-        end = time.perf_counter() + (SPIN_SECONDS_SHARED if self._wakeup.crowded else SPIN_SECONDS)
+        seconds = _SPIN_SECONDS_SHARED if self._wakeup.crowded else _SPIN_SECONDS
+        end = time.perf_counter() + seconds
         while (now := time.perf_counter()) < end:
             os.sched_yield()
             contended = time.perf_counter() - now > _CONTENDED_SECONDS
@@ -251,38 +211,3 @@ class Waiter:
             f"Rank {self._rank} waited {waited:.1f} s{self._where()} for {what} and gives up "
             f"(TNT_TIMEOUT={self._limits.timeout:g}; 0 waits for ever).\n{self._report()}"
         )
-
-
-class _Sleep:
-    """The sleeps of one wait: short at first, ended by rings, none while a message goes over."""
-
-    def __init__(
-        self, wakeup: Wakeup, peers: Sequence[int], pace: Pace, coming: Callable[[], int]
-    ) -> None:
-        self._wakeup = wakeup
-        self._peers = peers
-        self._pace = pace
-        self._coming = coming
-        self._since = time.perf_counter()
-        self._next_ask = 0.0
-        self._wakeup.sleep(0.0)  # what was announced while this rank had other things to do
-
-    def once(self, outgoing: Outgoing) -> None:
-        """Sleeps until the next poll; call it after one."""
-        now = time.perf_counter()
-        busy = self._coming()
-        if self._wakeup.asked:
-            busy += sum(nbytes for _, nbytes in outgoing)
-            self._wakeup.asked = bool(outgoing)
-        waited = now - self._since
-        if busy >= LARGE and waited < _HEAD_START + busy / SLOWEST_RATE:
-            if now >= self._next_ask:
-                self._next_ask = now + _ASK_SECONDS
-                for rank in {*self._peers, *(rank for rank, _ in outgoing)}:
-                    self._wakeup.ring(rank)
-            os.sched_yield()
-            pause = 0.0
-        else:
-            pause = min(waited * self._pace.share, self._pace.longest)
-        if self._wakeup.sleep(pause):
-            self._since = time.perf_counter()

@@ -6,17 +6,15 @@ a new version of Keras has changed.
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import keras
-import numpy as np
 from keras.src.saving import saving_lib
 from keras.src.saving.serialization_lib import ObjectSharingScope
 
@@ -24,50 +22,12 @@ from keras.src.saving.serialization_lib import ObjectSharingScope
 CONFIG, METADATA, WEIGHTS, ASSETS = "config.json", "metadata.json", "model.weights.h5", "assets"
 
 
-# About how much of a large value is in memory at a time, on its way to a file.
-PIECE_BYTES = 2**23
-
-
-# What a large value is written from, row by row, as from an array; `None` for any other.
-RowsOf = Callable[[Any], Any]
 # What reads a value of an HDF5 file; `None` for one that is read as Keras does.
 TensorOf = Callable[[Any], Any]
 
 
-def row_ranges(shape: Sequence[int], dtype: Any) -> Iterator[tuple[int, int]]:
-    """Cuts a value into pieces of whole rows, each of about `PIECE_BYTES`."""
-    row = math.prod(shape[1:]) * np.dtype(dtype).itemsize
-    step = max(1, PIECE_BYTES // max(1, row))
-    return ((begin, min(begin + step, shape[0])) for begin in range(0, shape[0], step))
-
-
-def goes_in_pieces(shape: Sequence[int], dtype: Any) -> bool:
-    """Whether a value is written in pieces: a large one, of a dtype that HDF5 has."""
-    kind = np.dtype(dtype)
-    return len(shape) > 0 and kind.kind in "fiu" and math.prod(shape) * kind.itemsize > PIECE_BYTES
-
-
-class _WrittenFile(saving_lib.H5IOStore):  # type: ignore[misc]
-    """A file of Keras that large values are written to in pieces."""
-
-    def __init__(self, path: Path, rows_of: RowsOf) -> None:
-        super().__init__(path, mode="w")
-        self._rows_of = rows_of
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        rows = self._rows_of(value)
-        if rows is None:
-            super().__setitem__(key, value)
-            return
-        if not self._h5_entry_initialized:
-            self._create_h5_group(self._h5_entry_path)
-        dataset = self._h5_entry_group.create_dataset(key, rows.shape, rows.dtype)
-        for begin, end in row_ranges(rows.shape, rows.dtype):
-            dataset[begin:end] = rows[begin:end]
-
-
 class _ReadFile(saving_lib.H5IOStore):  # type: ignore[misc]
-    """A file of Keras whose large values are read with no copies."""
+    """A file of Keras whose values are read with no copies."""
 
     def __init__(self, file: BinaryIO, tensor_of: TensorOf) -> None:
         opened = SimpleNamespace(open=lambda name, mode: file)  # a zip file with one member
@@ -93,18 +53,9 @@ def called_by_writer() -> bool:
     return asking in (saving_lib.save_model.__code__, saving_lib.save_weights_only.__code__)
 
 
-def save_weights(model: keras.Model, path: Path, rows_of: RowsOf) -> None:
-    """Writes a `.weights.h5` file as Keras does, large values in pieces."""
-    weights = _WrittenFile(path, rows_of)
-    saving_lib._save_state(model, weights, None, "", set())
-    weights.close()
-
-
-def save_state(
-    model: keras.Model, archive: zipfile.ZipFile, scratch: Path, rows_of: RowsOf
-) -> None:
+def save_state(model: keras.Model, archive: zipfile.ZipFile, scratch: Path) -> None:
     """Writes a model and its optimizer into a `.keras` file, of which Keras has all in memory."""
-    weights = _WrittenFile(scratch, rows_of)
+    weights = saving_lib.H5IOStore(scratch, mode="w")
     assets = saving_lib.DiskIOStore(ASSETS, archive=archive, mode="w")
     visited: set[int] = set()
     try:

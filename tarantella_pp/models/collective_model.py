@@ -13,7 +13,7 @@ import numpy as np
 
 from tarantella_pp.callbacks.file_replacement import replace_file
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.internals.model_files import called_by_writer, save_weights, twin_of
+from tarantella_pp.internals.model_files import called_by_writer, twin_of
 from tarantella_pp.models.keras_file import KerasFile, read_state, read_weights, write_plain
 from tarantella_pp.models.model_validation import check_one_file, check_overwrite, path_of
 from tarantella_pp.runtime.comm.collective import (
@@ -26,10 +26,9 @@ from tarantella_pp.runtime.comm.collective import (
 from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.weights.optimizer_state import OptimizerState, StateShare
 from tarantella_pp.runtime.weights.remote_variables import (
+    check_readable,
     only_own_assigned,
     read_with,
-    remote_value,
-    rows_of,
 )
 from tarantella_pp.runtime.weights.value_stream import ValueStream
 
@@ -51,7 +50,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         # So weights that are out of date are refused here: the older file stays whole.
         if called_by_writer():
             for variable in self.variables:
-                remote_value(variable)
+                check_readable(variable)
         return self._is_built
 
     @built.setter
@@ -188,11 +187,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         self._refuse_existing(path, overwrite)
 
         def write(draft: Path, state: Any) -> None:
-            plain = self._plain(state)
-            if draft.name.endswith(".weights.h5"):
-                save_weights(plain, draft, rows_of)
-            else:
-                plain.save_weights(draft)  # which refuses other names
+            self._plain(state).save_weights(draft)
 
         self._on_last_rank("save_weights", path, write)
 

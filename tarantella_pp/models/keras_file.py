@@ -32,7 +32,7 @@ from tarantella_pp.internals.model_files import (
     save_state,
 )
 from tarantella_pp.runtime.comm.buffers import give_back
-from tarantella_pp.runtime.weights.remote_variables import let_go, only_own_assigned, rows_of
+from tarantella_pp.runtime.weights.remote_variables import let_go, only_own_assigned
 from tarantella_pp.runtime.weights.value_stream import tensor_of
 
 _MIB = 2**20
@@ -157,7 +157,7 @@ def write_plain(plain: keras.Model, config: dict[str, Any], path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(METADATA, json.dumps(metadata))
         archive.writestr(CONFIG, json.dumps(config))
-        save_state(plain, archive, path.with_name(WEIGHTS), rows_of)
+        save_state(plain, archive, path.with_name(WEIGHTS))
 
 
 def read_state(file: KerasFile, plain: keras.Model, needed: Iterable[Any]) -> None:

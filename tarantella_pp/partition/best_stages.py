@@ -214,10 +214,7 @@ def _shared(graph: LayerGraph) -> str:
 
 
 def state_sums(costs: StageCostModel) -> Array:
-    """Bytes of variables, gradients and optimizer state, each for the first node that uses it.
-
-    State that is shared out over replicas counts as its mean, no more than the largest share has.
-    """
+    """Bytes of variables, gradients and optimizer state (its mean share), for their first users."""
     graph, shards = costs.graph, costs.config.shards
     summed = reduction_bytes(graph, costs.config, 1 / costs.config.num_replicas)
     state, counted = np.zeros(len(graph.nodes)), set[int]()
@@ -246,10 +243,7 @@ def activation_sums(costs: StageCostModel) -> Array:
 
 
 def wires(costs: StageCostModel) -> list[tuple[tuple[int, ...], float]]:
-    """Returns who makes and who reads each tensor, and the bytes that travel if they part.
-
-    Activations, masks and gradients of a micro-batch; gradients and values of shared variables.
-    """
+    """Returns who makes and reads each tensor or shared variable, and bytes cut between."""
     graph, found = costs.graph, []
     for tensor in graph.tensors:
         if tensor.producer is not None and tensor.consumers:

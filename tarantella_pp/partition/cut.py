@@ -169,11 +169,7 @@ def cheapest(
 
 
 def _around(blocks: Blocks, prices: Prices) -> Cut | None:
-    """Finds a good path where down-sets are too many to be listed.
-
-    Sums choose among some orders, then among others that keep the stages of the best so far whole,
-    until these are no better. Then so do prices, which take longer.
-    """
+    """Finds a good path where down-sets are too many: by sums along some orders, then by prices."""
     sums = replace(prices, price=None)
     best = _improved(blocks, sums, _orders(blocks), ROUNDS)
     if best is not None and prices.price is not None:

@@ -50,11 +50,7 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
 
     @property
     def repeats(self) -> dict[int, int]:
-        """Stages that repeat their forward pass, and how many micro-batches they hold all of.
-
-        For those in the backward pass: where weight gradients wait, what they need waits with
-        them.
-        """
+        """Stages that repeat their forward pass, and how many micro-batches they hold all of."""
         return {stage: self.held_whole[stage] for stage in self.recompute}
 
     @property

@@ -102,10 +102,7 @@ def update_bytes(graph: LayerGraph, weights: Iterable[Weight], slots: Sequence[i
 
 
 def tie_bytes(weights: Iterable[Weight], users: Users, stage: int) -> int:
-    """Counts what arrives, once a step, for variables that several stages use, and is kept for it.
-
-    A stage with a copy has the next value arrive beside the one that it computes with.
-    """
+    """Counts what arrives once a step for variables that several stages use, and is kept."""
     tied = [w for w in weights if w.trainable and len(users[w.id]) > 1]
     return sum(w.bytes * (len(users[w.id]) - 1 if users[w.id][0] == stage else 1) for w in tied)
 

@@ -82,19 +82,12 @@ class PlanSearch:
     roughly: bool = False
 
     def options(self, *, alone: bool = False, **changes: Any) -> Settings:
-        """Returns the options, some of them changed, with defaults for those that are open.
-
-        With `alone` each stage counts as if it had a rank of its own.
-        """
+        """Returns the options, some changed; `alone` as if each stage had a rank of its own."""
         settings = replace(self.given, **changes).settled(self.spec)
         return msgspec.structs.replace(settings, ranks=()) if alone else settings
 
     def candidates(self) -> list[Candidate]:
-        """Returns the numbers of micro-batches to choose from.
-
-        Memory limits are left out. Where solving takes its time, those that are far from the usual
-        number are played with its stages.
-        """
+        """Returns the numbers of micro-batches to choose from, memory limits left out."""
         usual = self.options(memory_limit=None)
         solution, near = self.planner.solve(usual, roughly=self.roughly), usual.num_micro_batches
         found = []
@@ -204,10 +197,7 @@ class PlanSearch:
         return []
 
     def _sets(self) -> Iterator[tuple[int, ...]]:
-        """Yields sets of stages to recompute, the fewest first; of many stages, the first ones.
-
-        The first stages hold the most micro-batches.
-        """
+        """Yields sets of stages to recompute, the fewest first; of many stages, the first ones."""
         stages = range(self.spec.num_stages if self.given.recompute is None else 0)
         for size in range(1, len(stages) + 1):
             if len(stages) <= MOST_SUBSETS:
@@ -227,10 +217,7 @@ def largest_stage(plan: Plan) -> int:
 
 
 def choose_plan(searches: Sequence[PlanSearch], further: Sequence[PlanSearch] = ()) -> Plan | None:
-    """Makes the plan whose step is the shortest, within the memory limit.
-
-    Those of `further` searches are taken where they are worth it.
-    """
+    """Makes the plan whose step is the shortest, within the memory limit; `further` if worth it."""
     deadline = time.thread_time() + PATIENCE
     best = _fastest(_candidates(searches, deadline), deadline)
     if best is None:

@@ -107,10 +107,7 @@ class Planner:
 
     @property
     def effort(self) -> float:
-        """About what finding stages once takes: the sets of nodes that may come before a cut.
-
-        Infinite where these are not listed; the same on every machine.
-        """
+        """About what finding stages once takes, in sets of nodes before a cut."""
         return math.inf if self.blocks.ideals is None else len(self.blocks.ideals) + PROBLEM_EFFORT
 
     @property

@@ -82,11 +82,7 @@ class StageCostModel:
         return roofline_seconds(work, samples, machine)
 
     def flops(self) -> npt.NDArray[np.float64]:
-        """Returns the FLOPs of each node's forward pass per sample, memory traffic among them.
-
-        That takes as many as the machine could have done meanwhile: in a third of the seconds of
-        the pass forward and backward, which is three times as long unless measured otherwise.
-        """
+        """Returns the FLOPs of each node, forward, per sample; traffic counts as FLOPs."""
         counted = np.array([node.flops for node in self.graph.nodes])
         if self.machine is None or self.machine.memory_bandwidth is None:
             return counted
@@ -132,10 +128,7 @@ class StageCostModel:
         in_flight: Sequence[int],
         repeats: Mapping[int, int] = NOTHING,
     ) -> tuple[StagePlan, ...]:
-        """Returns what each stage costs.
-
-        `in_flight` counts its micro-batches, `repeats` those that it holds all of to run again.
-        """
+        """Returns what each stage costs; `repeats` counts micro-batches held whole to run again."""
         cuts, users = self.cuts(assignment), self.graph.users(assignment)
         last = len(in_flight) - 1
         nodes: list[list[int]] = [[] for _ in in_flight]

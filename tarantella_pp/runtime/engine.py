@@ -180,11 +180,7 @@ class Engine:
         self._compilation = None
 
     def up_to_date(self) -> Engine:
-        """Returns this engine, or one like it if its stages have run or weights were frozen.
-
-        As in plain Keras stages are traced with their layers as they are, so what has been frozen
-        since, or changed in another way, takes effect in new ones.
-        """
+        """Returns this engine, or one like it if stages have run or weights were frozen since."""
         pairs = zip(self.extracted.graph.weights, self.extracted.variables, strict=True)
         same = all(weight.trainable == bool(variable.trainable) for weight, variable in pairs)
         if same and not self.stages.have_run:
@@ -203,10 +199,7 @@ class Engine:
         self.stages.executor.recorder = recorder or Recorder(1)
 
     def _rehearse(self, batch: Batch, training: bool) -> None:
-        """Tries the stages out before the first step of a kind.
-
-        An error in it, which is the same on all ranks, leaves them able to go on.
-        """
+        """Tries the stages out before the first step of a kind; after an error ranks can go on."""
         if not self.stages.is_due(training, batch):
             return
         self._exchanges = True
@@ -232,11 +225,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:
-        """Leaves nothing behind of a step that an error ends.
-
-        One process goes on from there. Several ranks do not: what the others sent meanwhile, and
-        whether they have updated their weights, is not known.
-        """
+        """Leaves nothing behind of a step that an error ends; several ranks cannot go on then."""
         self._exchanges = False
         alone = self.communicator.size == 1
         try:
@@ -309,10 +298,7 @@ def _batch(engine: Any, data: Any) -> Batch:
 
 @contextlib.contextmanager
 def interrupts_put_off() -> Iterator[None]:
-    """Lets Ctrl-C wait until the block has ended, as a step of plain Keras does.
-
-    A second one does not wait.
-    """
+    """Lets Ctrl-C wait until the block has ended, as a step of plain Keras does; only the first."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield

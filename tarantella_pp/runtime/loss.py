@@ -163,10 +163,7 @@ class BatchLoss:
         return self._found
 
     def _measured(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
-        """Stands for one loss: notes its coefficients, which its gradient is.
-
-        The one of a mean over all samples is spread over them, so that each takes its share along.
-        """
+        """Stands for one loss: notes its coefficients; a mean over samples is spread over them."""
         values, mask = sample_values(loss, y, y_pred)
         rows, kind = tf.nest.flatten(y_pred)[0].shape[0], self._kinds[len(self._found)]
         _check(loss, values, kind, rows)

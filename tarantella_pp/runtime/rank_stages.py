@@ -92,12 +92,7 @@ class RankStages(dict[int, Stage]):
         return (training, several) not in self._tried and (several or not self._is_plain)
 
     def rehearse(self, step: BatchStep) -> None:
-        """Runs the first micro-batch forward, stage after stage; leaves nothing behind.
-
-        In a step a rank whose stage fails leaves the others waiting for its messages. What can
-        fail before anything is trained, a stage that is refused above all, fails here, on every
-        rank alike, and leaves no message under way: the ranks can go on with another model.
-        """
+        """Runs the first micro-batch forward: what can fail fails here, on all ranks alike."""
         self.have_run = True
         self._arrived.clear()
 

@@ -187,10 +187,7 @@ def _computes(span: Span) -> bool:
 
 
 def alike(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-    """Returns the steps of the schedule and batch size that occur most.
-
-    The last batch of a data set is often smaller, and takes less time.
-    """
+    """Returns the steps of the schedule and batch size that occur most; a last batch is smaller."""
     kinds = Counter((id(step.schedule), step.rows) for step in steps)
     most = max(kinds, key=lambda kind: kinds[kind], default=None)
     return [step for step in steps if (id(step.schedule), step.rows) == most]

@@ -117,10 +117,7 @@ class MemoryCheck:
             self._refuse(self.expected(loss, has_metrics))
 
     def _check_schedule(self, reason: str) -> None:
-        """Refuses a loss of the whole batch where it is asked for before all outputs are there.
-
-        Warns of what it costs where the schedule may be chosen for it.
-        """
+        """Refuses, or warns of, a whole batch's loss that is asked for before its outputs."""
         count = self._plan.num_micro_batches
         if count == 1 or self._schedules.sees_batch_at_once:
             return
@@ -139,10 +136,7 @@ class MemoryCheck:
             )
 
     def refuse_batch(self, rows: int, outputs: OutputUse) -> None:
-        """Refuses a batch for which a stage needs more memory than its limit.
-
-        Without a limit a batch that needs more than a rank's share of its host is warned of.
-        """
+        """Refuses a batch that needs more memory than the limit; without one it warns."""
         if self.largest is not None and rows <= self.largest.batch_size:
             return  # memory grows with the batch
         plan = self._of(rows, outputs)

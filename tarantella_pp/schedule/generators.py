@@ -219,11 +219,7 @@ def make_schedule(
     *,
     placement: Sequence[int] | None = None,
 ) -> Schedule:
-    """Makes a schedule of computations; `lower` adds the messages.
-
-    Every stage runs its micro-batches in increasing order, forwards as well as backwards, so
-    that all schedules sum gradients in the same order.
-    """
+    """Makes a schedule of computations; `lower` adds the messages."""
     if name not in SCHEDULE_NAMES:
         raise ScheduleError(
             f"Expected one of {', '.join(SCHEDULE_NAMES)}; zb-auto is searched for with costs. "

@@ -311,11 +311,7 @@ def _direction(action: Compute) -> Direction:
 
 
 def _unblock(replay: Replay, stuck: Iterable[int], placement: Sequence[int]) -> None:
-    """Moves up the receive of one of the sends at which ranks are stuck: the nearest.
-
-    The send is reached and the rank of the receive waits anyway, so this always helps. Without a
-    stuck send all ranks wait for messages that nobody has reached: the computations deadlock.
-    """
+    """Moves up the nearest receive of a send at which ranks are stuck, which always helps."""
     heads = [replay.programs[rank][replay.position[rank]] for rank in stuck]
     choices = []
     for head in heads:

@@ -81,11 +81,7 @@ class Schedule:
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """Of how many micro-batches each stage holds the residuals at the worst moment.
-
-        They live from the end of a micro-batch's forward to the end of the last computation of its
-        backward. A forward-only schedule keeps none.
-        """
+        """Of how many micro-batches each stage holds the residuals at the worst moment."""
         held, peak = [0] * self.num_stages, [0] * self.num_stages
         for rank in range(self.num_ranks):
             for action, change in self.residual_changes(rank):
@@ -123,12 +119,7 @@ class Schedule:
         return kinds[:forwards] == ["F"] * forwards
 
     def residual_changes(self, rank: int) -> Iterator[tuple[Compute, int]]:
-        """Iterates over the computations after which a rank holds more or fewer residuals.
-
-        Residuals of a micro-batch are there from its forward to the last part of its backward::
-
-            0F0 +1   0F1 +1   0B0   0W0 -1   0BW1 -1
-        """
+        """Iterates over the computations after which a rank holds more or fewer residuals."""
         for action in self.actions[rank] if self.has_backward else ():
             if isinstance(action, Compute) and action.kind == "F":
                 yield action, 1

@@ -13,7 +13,6 @@ from tarantella_pp.internals import model_files
 from tarantella_pp.internals.model_files import (
     deserialized,
     load_state,
-    save_weights,
 )
 
 pytestmark = pytest.mark.keras
@@ -42,27 +41,6 @@ def test_state_is_read_of_an_open_file_but_for_what_is_skipped(tmp_path):
     assert failed == [], "saving_lib._load_state"
     assert (other.layers[0].get_weights()[0] == model.layers[0].get_weights()[0]).all()
     assert (other.layers[1].get_weights()[0] == before[0]).all(), "visited_saveables"
-
-
-def test_large_values_are_written_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(model_files, "PIECE_BYTES", 16)
-    model, other, asked = stack(), stack(), []
-
-    class Rows:
-        def __init__(self, value):
-            self.value, self.shape, self.dtype = value, value.shape, value.dtype
-
-        def __getitem__(self, rows):
-            asked.append(rows)
-            return self.value[rows]
-
-    def rows_of(variable):
-        return Rows(variable.numpy()) if len(variable.shape) == 2 else None
-
-    save_weights(model, tmp_path / "a.weights.h5", rows_of)
-    assert len(asked) == 2 + 3, "H5IOStore.__setitem__"
-    other.load_weights(tmp_path / "a.weights.h5")
-    assert same(model, other)
 
 
 def test_values_are_read_as_the_caller_says(tmp_path):

@@ -154,10 +154,7 @@ class Blocks:
 
 
 def comes_before(graph: LayerGraph) -> Iterator[tuple[int, int]]:
-    """Yields what comes before what: makers of inputs, and trainers of variables.
-
-    The first operation that has a variable trains it, and others come no earlier.
-    """
+    """Yields what comes before what: makers of inputs, and trainers of variables."""
     trains: dict[int, int] = {}
     for node in graph.nodes:
         makers = {graph.tensors[tensor].producer for tensor in node.inputs}
@@ -193,10 +190,7 @@ class Ideals:
 
     @cached_property
     def inside(self) -> npt.NDArray[np.bool_]:
-        """Whether the second of two sets has all of the first, and more.
-
-        A down-set that has anything beyond another one has something that may come next there.
-        """
+        """Whether the second of two sets has all of the first, and more."""
         _, one_of = np.unique(self.blocks.owner, return_index=True)
         has = np.ascontiguousarray(self.before[:, one_of].T)
         beyond = np.zeros((len(self), len(self)), bool)

@@ -100,10 +100,7 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
     @cached_property
     def groups(self) -> tuple[frozenset[int], ...]:
-        """Sets of nodes that must share a stage, each of two or more.
-
-        They share a variable, directly or over others, that changes whenever one of them runs.
-        """
+        """Sets of nodes that must share a stage, for they share a variable that they change."""
         import networkx as nx  # here, because showing a plan does not need it
 
         sharing = nx.Graph()
@@ -118,10 +115,7 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
     @cached_property
     def ties(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Variables that several nodes may use on different stages, by the nodes that do.
-
-        Only the optimizer changes such a variable, so each stage can have a copy.
-        """
+        """Variables that several nodes may use on different stages, by the nodes that do."""
         users: dict[int, list[int]] = {}
         for node in self.nodes:
             for w in node.weights:

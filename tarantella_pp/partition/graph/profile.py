@@ -52,11 +52,7 @@ class Profile(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.pr
             raise PlanError(f"This is no valid profile: {problem}")
 
     def seconds(self, rows: int) -> tuple[tuple[float, float], ...]:
-        """Returns seconds of the forward and the backward pass of each operation.
-
-        `rows` are the samples of a micro-batch. Between and beyond the sizes that were measured
-        seconds grow linearly; with one size they are in proportion to the rows.
-        """
+        """Returns seconds, forward and backward, of each operation for some rows."""
         return tuple(
             (_at(rows, self.rows, node.forward), _at(rows, self.rows, node.backward))
             for node in self.nodes

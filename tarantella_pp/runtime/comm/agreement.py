@@ -93,10 +93,7 @@ class Agreement:
             self._calls.pop()
 
     def breaks(self, error: BaseException) -> None:
-        """Notes that this rank has left a call in a state in which it can make no other.
-
-        The others hear of it at once, for they wait for what will not come.
-        """
+        """Notes, and tells the others at once, that this rank can make no other call."""
         # The first error is the cause; those that follow come of it.
         if not self._broken:
             self._broken = f"{describe(error)}{self.where()} on rank {self._rank}"

@@ -221,11 +221,7 @@ def _combine_segments(
     label: str,
     rows: Array | None = None,
 ) -> Steps[Array]:
-    """Every rank gets its segment of all ranks, and combines them.
-
-    In rows of memory for the part of each rank the result is in the own one; otherwise it is in
-    the place of one that has arrived.
-    """
+    """Every rank gets its segment of all ranks, and combines them, in its own row if given."""
     mine = sent[segments[channel.rank]]
     spec = [TensorSpec(mine.shape, mine.dtype)]
     others = _others(channel)
@@ -250,10 +246,7 @@ def _combine_segments(
 
 
 def _combine(parts: Sequence[Array], combine: Callable[..., Array], out: Array) -> None:
-    """Combines arrays in their order, 16-bit floats in float32.
-
-    The result may overwrite one of the first two, which are not needed again.
-    """
+    """Combines arrays in order, 16-bit floats in float32; may overwrite the first two."""
     small = out.dtype.itemsize <= 2 and out.dtype.kind not in "iub"
     with np.errstate(all="ignore"):  # an overflow is for the optimizer to see
         if not small:

@@ -62,18 +62,12 @@ class Communicator(Channel):
         return found
 
     def progress(self) -> None:
-        """Moves on all messages and collectives that this rank has begun; never waits.
-
-        Those of all groups: whoever computes for long calls this now and then.
-        """
+        """Moves on all that this rank has begun, in all groups; never waits."""
         if not self.is_alone:
             self.process.progress.poll()
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a computation of this rank, while which messages may move on.
-
-        Inside, no method of any group may be called, nor of what they have returned.
-        """
+        """Surrounds a computation, while which messages may move on and no method may be called."""
         background = None if self.is_alone else self.process.background
         return background or contextlib.nullcontext()
 
@@ -129,10 +123,7 @@ class Communicator(Channel):
         tag: int = 0,
         label: str = "",
     ) -> CollectiveRequest[_Array]:
-        """Starts to combine arrays, leaves each rank its part, and returns at once.
-
-        The parts have the bits that `start_allreduce` gives.
-        """
+        """Starts to combine arrays, and leaves each rank its part, the same bits."""
         if self.size == 1:
             return finished(array.reshape(-1))
         first = self._tag_of_collective(tag)
@@ -250,10 +241,7 @@ _world: Communicator | None = None
 
 
 def world() -> Communicator:
-    """Returns the group of all ranks of the job; starts MPI if the job has several.
-
-    The first call of a job with several ranks returns once all ranks have made it.
-    """
+    """Returns the group of all ranks of the job; starts MPI if the job has several."""
     global _world
     if _world is None:
         launch = detect_launch()

@@ -18,10 +18,7 @@ PROC, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def memory_of_each_rank(communicator: Communicator, gpu: Any) -> int:
-    """Bytes that each rank may take: the smallest share of a device, on all ranks the same.
-
-    A rank's device is its GPU, which it may share, or else its host.
-    """
+    """Bytes that each rank may take of its GPU, or else its host: the smallest share."""
     place = [socket.gethostname(), gpu.name if gpu else ""]
     there = communicator.allgather_json(place).count(place)
     own = (gpu.nbytes if gpu else memory_of_host()) // there
@@ -104,11 +101,7 @@ def _get(communicator: Communicator, rank: int) -> float:
 
 
 def measure_link(communicator: Communicator) -> tuple[float, float]:
-    """Returns bytes per second of the slowest link, and seconds of each message more.
-
-    Every rank sends to the next one at the same time, as in sums over replicas. All ranks must
-    call it.
-    """
+    """Returns bytes per second of the slowest link, and seconds of each message more."""
     large, small = (_seconds(communicator, size) for size in (LARGE, SMALL))
     # Seconds are latency + bytes / speed. Of two sizes both follow, as far as measuring is steady.
     parts = LARGE / SMALL

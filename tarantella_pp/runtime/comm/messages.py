@@ -73,10 +73,7 @@ class SendRequest:
         return True
 
     def wait(self) -> None:
-        """Waits until MPI has read all of it.
-
-        The receiver expects a large one by then; a small one may wait in memory of its MPI.
-        """
+        """Waits until MPI has read all of it."""
         if not self.done():
             self._channel.wait_sent(self)
         self._channel.unsent()
@@ -206,11 +203,7 @@ class Channel:
         self._posted: Counter[tuple[int, int]] = Counter()
 
     def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> SendRequest:
-        """Starts to send tensors to another rank and returns at once.
-
-        No tensor is copied, unless its memory is not contiguous: do not change them before they
-        have arrived. References to them are kept until then.
-        """
+        """Starts to send tensors to another rank; do not change them before they have arrived."""
         tensors = [as_array(array) for array in arrays]
         world_rank = self.world_ranks[dest]
         sending = SendRequest(self, label, dest, tag, world_rank)
@@ -234,10 +227,7 @@ class Channel:
         label: str = "",
         into: Sequence[NDArray[Any]] | None = None,
     ) -> RecvRequest:
-        """Makes ready to receive the tensors of one message, and returns at once.
-
-        They come into given contiguous memory, or into memory of ours.
-        """
+        """Makes ready to receive the tensors of one message, into given memory or ours."""
         request = RecvRequest(self, specs, source, tag, label, self._posted[source, tag], into)
         self._posted[source, tag] += 1
         if specs:  # a message without tensors is nothing at all

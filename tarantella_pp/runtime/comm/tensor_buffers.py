@@ -24,10 +24,7 @@ _from_dlpack = tf.experimental.dlpack.from_dlpack
 
 
 def to_buffer(tensor: tf.Tensor) -> np.ndarray[Any, Any]:
-    """A NumPy array on the memory of an eager tensor, for sending.
-
-    `tensor.numpy()` copies; this does not, on the CPU. The array keeps the tensor alive.
-    """
+    """A NumPy array on the memory of an eager tensor, for sending; `tensor.numpy()` copies."""
     # Everything here runs after a computation that has pushed it out of the caches: what looks
     # like a few microseconds of Python is ten times as much.
     try:
@@ -66,9 +63,9 @@ def value_of(variable: Any) -> np.ndarray[Any, Any]:
     return np.asarray(variable.numpy())  # which has copied it
 
 
-def elements_of(variable: Any, begin: int, end: int) -> np.ndarray[Any, Any]:
-    """Returns some elements of a variable's value, which is not copied as a whole."""
-    return to_buffer(tf.reshape(tf.convert_to_tensor(variable), [-1])[begin:end])
+def buffer_of(variable: Any) -> np.ndarray[Any, Any]:
+    """Returns an array on the memory of a variable's value, for sending."""
+    return to_buffer(tf.convert_to_tensor(variable))
 
 
 def cast(tensor: tf.Tensor, dtype: np.dtype[Any]) -> tf.Tensor:

@@ -69,10 +69,7 @@ class DataCursor:
             self._next_states, self._states = None, _random_states()
 
     def order(self) -> tuple[Array, int]:
-        """The numbers of the samples of the next pass, or of the rest of one; and a batch's size.
-
-        Who takes them counts `batches`.
-        """
+        """The samples of the next pass, or of its rest, and a batch's size."""
         skips, order = self._begin(), self._order
         size, shuffles = batch_size_of(self._adapter) or 1, is_shuffled(self._adapter)
         if not shuffles:
@@ -123,10 +120,7 @@ class DataCursor:
     def position(
         self, epoch_steps: int, length: int | None, steps: int | None
     ) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Where it is after some steps of an epoch, and the arrays that it takes to come back.
-
-        An epoch has `steps` steps, or a pass of `length` batches; `None` where that is not known.
-        """
+        """Where it is after some steps of an epoch, of `steps` steps or `length` batches."""
         in_pass = epoch_steps > 0
         if steps is not None:
             in_pass = length is None or self.batches < length

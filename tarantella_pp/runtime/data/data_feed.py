@@ -75,10 +75,7 @@ class DataFeed:
         return self._need.replica
 
     def batches(self, source: Iterable[Any] | None, *, is_split: bool = False) -> Iterator[Batch]:
-        """Iterates over the batches of one epoch, on all ranks together.
-
-        One rank reads them, or of each replica the first its samples.
-        """
+        """Iterates over the batches of one epoch, on all ranks together."""
         readers = self.readers if is_split else [READER]
         reads = self._communicator.rank in readers
         data = iter(source or ())

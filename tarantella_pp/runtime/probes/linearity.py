@@ -46,10 +46,7 @@ _SIZES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
 
 
 def following(graph: tf.Graph, inputs: Iterable[tf.Tensor]) -> set[Any]:
-    """The operations whose results follow from what samples contain, variables among them.
-
-    Of what a function returns not all need follow from them: the tensors that do are in it, too.
-    """
+    """The operations, and outputs of functions, that follow from what samples contain."""
     found: set[Any] = {tensor.op for tensor in inputs}
     for op in graph.get_operations():
         if op.type not in _SIZES and any(_follows(tensor, found) for tensor in op.inputs):
@@ -96,10 +93,7 @@ def uses_of_sums(tensors: Sequence[tf.Tensor], follows: set[Any]) -> Iterator[tf
 
 
 def nonlinear(tensors: Sequence[tf.Tensor], follows: set[Any]) -> tf.Operation | None:
-    """An operation whose results for parts do not add up to its result for a sum over samples.
-
-    What branches and loops do inside is not looked at.
-    """
+    """An operation whose results for parts do not add up to its result for a sum over samples."""
     return next(nonlinear_uses(tensors, follows), None)
 
 

@@ -97,11 +97,7 @@ def _tried(loss: Any, y: Any, shapes: Sequence[Shape]) -> tuple[str | None, str]
 
 
 def value_kinds(loss: Any, shape: Shape, y: Any = None) -> frozenset[str] | None:
-    """Says how a loss follows from the losses of parts; `None` if it takes no targets.
-
-    A loss that looks at several samples only where some of them are rare, or of a certain size or
-    sign, shows itself with one of several kinds of data.
-    """
+    """Says how a loss follows from the losses of parts; `None` if it takes no targets."""
     own = None if y is None else tuple(y.shape[1:])
     sizes, config = _sizes(shape), _config_of(loss)
     if config is None:
@@ -142,10 +138,7 @@ def _sizes(shape: Shape) -> list[int]:
 
 
 def _data(sizes: list[int], own: tuple[int, ...] | None) -> Iterator[list[tuple[Array, Array]]]:
-    """Targets of each kind that some loss takes, and outputs; for each shape of targets.
-
-    These are values of any size, values beside zeros and ones, and numbers of classes.
-    """
+    """Targets of any size, beside zeros and ones, and classes; with outputs, by shape."""
     rng = np.random.default_rng(0)
     y_pred, values = rng.uniform(0.1, 0.9, (2, _ROWS, *sizes))
     every_other = np.arange(_ROWS).reshape(-1, *[1] * len(sizes)) % 2

@@ -42,11 +42,7 @@ def why_not_by_parts(
     outputs: Sequence[tf.TensorSpec],
     weight: Any,
 ) -> str | None:
-    """Tries whether what parts of a batch add to metrics is what the batch adds.
-
-    Targets are the batch's, and are tried once more with zeros among them; outputs and masks are
-    made up. Nothing changes: neither the metrics nor any other state.
-    """
+    """Tries whether what parts of a batch add to metrics is what the batch adds."""
     rng = np.random.default_rng(0)
     owners = [metric for metric in metrics.metrics for _ in metric.variables]
     try:

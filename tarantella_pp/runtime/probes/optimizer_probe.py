@@ -38,10 +38,7 @@ def check_division(optimizer: Any, weights: Sequence[Any], num_ranks: int) -> No
 
 
 def treats_weights_apart(optimizer: Any) -> bool:
-    """Tries whether steps for some weights, and steps for the others, are steps for all.
-
-    Ranks update the weights of their own stages only. Made-up weights are trained by copies.
-    """
+    """Tries whether steps for some weights, and steps for the others, are steps for all."""
     places = range(len(_SHAPES))
     try:
         whole, *parts = (_trained(optimizer, own) for own in (places, *([i] for i in places)))

@@ -178,10 +178,7 @@ class ProbeTrace:
         return is_zero(self._added(loss))
 
     def mixes_rarely(self, samples: Samples) -> bool:
-        """Whether samples see sums over all of them that change something if these are others.
-
-        Many a sum changes nothing, as a largest number that is taken off before `exp`.
-        """
+        """Whether samples see sums over all of them that change something if these are others."""
         outputs, _, given, shortened, _ = self._parts
         users = list(uses_of_sums(outputs, self._follows))
         users += nonlinear_uses([*given, *self._raw], self._follows)
@@ -367,10 +364,7 @@ def _read(tensors: Sequence[tf.Tensor], handles: set[Any]) -> bool:
 
 
 def _pattern(tensor: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
-    """Numbers of both signs with no simple relation between them: a part has the whole's.
-
-    Zeros of what has no row, or no equal number of rows, for each sample.
-    """
+    """Numbers of both signs with no simple relation; zeros where rows do not belong to samples."""
     if not tensor.shape.rank:
         return tf.zeros_like(tensor)
     size, samples = tf.size(tensor), place[1]

@@ -73,10 +73,7 @@ def _components(gradient: Any) -> list[tf.Tensor]:
 
 @contextlib.contextmanager
 def unoptimized() -> Iterator[None]:
-    """Keeps TensorFlow from optimizing functions that are first called in here.
-
-    That takes longer than a function computes that is called a few times with a few samples.
-    """
+    """Keeps TensorFlow from optimizing functions that are called a few times with few samples."""
     before = tf.config.optimizer.get_experimental_options()["disable_meta_optimizer"]
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     try:

@@ -60,10 +60,7 @@ class SplitBackward:
 
     @property
     def residual_bytes(self) -> int | None:
-        """Bytes kept for each micro-batch; rows of unknown number count as one.
-
-        `None` where lists of tensors are kept, as loops make them.
-        """
+        """Bytes kept for each micro-batch, unknown rows as one; `None` where loops keep lists."""
         return _bytes_of(self._cut.residuals)
 
     def forward(

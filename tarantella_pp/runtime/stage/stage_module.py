@@ -59,11 +59,7 @@ class GradientAccumulator:
         return empty
 
     def add_dense(self, gradients: Sequence[Any], first: tf.Tensor | bool) -> None:
-        """Adds the dense ones of a micro-batch's gradients; works inside a `tf.function`.
-
-        The first ones replace the old ones: their memory becomes the sum's,
-        which need neither be set to zero nor be read.
-        """
+        """Adds the dense gradients of a micro-batch; the first ones replace the old."""
         pairs = zip(self._dense, gradients, strict=True)
         dense = [(total, gradient) for total, gradient in pairs if total is not None]
 
@@ -86,10 +82,7 @@ class GradientAccumulator:
             kept.append(pair)
 
     def take_collected(self) -> dict[int, Slices]:
-        """The sparse gradients of all micro-batches so far, by weight; forgets them.
-
-        Weight by weight, so that not all of it is there twice at a time.
-        """
+        """The sparse gradients of all micro-batches so far, by weight; forgets them one by one."""
         collected: dict[int, Slices] = {}
         for i, kept in self._sparse.items():
             if kept:

@@ -10,6 +10,7 @@ by one rank, and read by those that need it::
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from tarantella_pp.runtime.comm.collective import digest, on_all_ranks
 from tarantella_pp.runtime.comm.communicator import TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import variable_dtype
 from tarantella_pp.runtime.weights.rank_weights import RankWeights, VariableTable
-from tarantella_pp.runtime.weights.value_stream import ValuePieces, ValueStream
+from tarantella_pp.runtime.weights.value_stream import Array, ValueStream
 
 
 class OptimizerState:
@@ -101,7 +102,8 @@ class OptimizerState:
         for number, place in enumerate(self._slots):
             shape, dtype = described[number]
             owner = ranks.world_ranks[self._source(place.positions)]
-            values[number] = read(owner, number, TensorSpec(tuple(shape), dtype))
+            spec = TensorSpec(tuple(shape), dtype)
+            values[number] = functools.partial(read, owner, number, spec)
         return self._stand_in(values)
 
     def needed(self) -> dict[int, Any]:
@@ -123,10 +125,7 @@ class OptimizerState:
         }
 
     def receiver(self) -> Any:
-        """An optimizer that keeps of what it loads this rank's share; takes all ranks.
-
-        As plain Keras loads no slots before the first step, this does not, either.
-        """
+        """An optimizer that keeps of what it loads this rank's share; takes all ranks."""
         if self._communicator.size == 1:
             return self._optimizer
         name = self._optimizer.name
@@ -194,7 +193,7 @@ class OptimizerState:
         """The rank with the values of a slot; one that serves no single weight is on several."""
         return self._ranks[positions[0] if positions else 0] if self._ranks else 0
 
-    def _stand_in(self, values: Mapping[int, ValuePieces]) -> _StandIn:
+    def _stand_in(self, values: Mapping[int, Callable[[], Array]]) -> _StandIn:
         parts: dict[tuple[int, str], list[int]] = {}
         for number, place in enumerate(self._slots):
             parts.setdefault((place.part, place.part_class), []).append(number)
@@ -232,7 +231,7 @@ class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Writes all slots."""
         share = dict(self._share)
         for i, number in enumerate(self._slots):
-            store[str(i)] = share[number]
+            store[str(i)] = share[number]()
 
     def load_own_variables(self, store: Any) -> None:
         """Takes over the slots of this rank, if there are as many as there should be."""

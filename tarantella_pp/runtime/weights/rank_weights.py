@@ -39,7 +39,7 @@ from tarantella_pp.runtime.weights.shared_weights import (
     broadcast_variable,
     check_replicas,
 )
-from tarantella_pp.runtime.weights.value_stream import ValuePieces, ValueStream
+from tarantella_pp.runtime.weights.value_stream import Array, ValueStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +169,7 @@ class RankWeights:
         self._updated = Copies(groups.peers, sent, updated)
 
     def start_alike(self) -> None:
-        """Gives every rank the first rank's values: initial weights and seeds.
-
-        Where another pipeline has trained a variable, it gives the true value. Variables that were
-        made without values get them on the ranks that use them, the same everywhere. Those that
-        only other ranks use refuse to be read here once these have trained them.
-        """
+        """Gives every rank the first rank's values, or true ones; draws what has none."""
         for i, row in enumerate(self.table.rows):
             if i in self._used:
                 keep_memory(row.variable)
@@ -236,13 +231,13 @@ class RankWeights:
         shared_out = owners if self.shares_out else None
         return GradientReduction(self._peers, self.buckets, self._gradient_dtype, shared_out)
 
-    def reader(self, stream: ValueStream) -> Callable[[Any], ValuePieces]:
+    def reader(self, stream: ValueStream) -> Callable[[Any], Array]:
         """Lets a rank read variables that it has not, one at a time; all ranks must call it."""
         self.refresh()
         numbers = {id(variable): i for i, variable in enumerate(self.variables)}
         read = stream.add(self.variables.__getitem__)
 
-        def read_variable(variable: Any) -> ValuePieces:
+        def read_variable(variable: Any) -> Array:
             owner = self._pipeline.world_ranks[self.table[variable].owner]
             spec = TensorSpec(tuple(variable.shape), variable_dtype(variable))
             return read(owner, numbers[id(variable)], spec)

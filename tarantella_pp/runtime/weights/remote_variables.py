@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,6 @@ import keras
 import numpy as np
 
 from tarantella_pp.errors import StaleWeightError
-from tarantella_pp.internals.model_files import goes_in_pieces
 from tarantella_pp.internals.state import (
     drop_value,
     give_value,
@@ -28,14 +26,8 @@ from tarantella_pp.internals.state import (
     needs_only_shapes,
 )
 from tarantella_pp.runtime.comm.buffers import give_back
-from tarantella_pp.runtime.comm.communicator import TensorSpec
-from tarantella_pp.runtime.comm.tensor_buffers import (
-    elements_of,
-    to_tensor,
-    variable_bytes,
-    variable_dtype,
-)
-from tarantella_pp.runtime.weights.value_stream import ValuePieces
+from tarantella_pp.runtime.comm.tensor_buffers import to_tensor, variable_bytes
+from tarantella_pp.runtime.weights.value_stream import Array
 
 OF_WEIGHTS = (
     "Weight '{path}' is trained on another rank, and its value on this one is out of date. Call "
@@ -73,7 +65,7 @@ class StepCounter:
         self.readable.clear()
 
 
-def read_with(read: Callable[[Any], ValuePieces]) -> contextlib.AbstractContextManager[None]:
+def read_with(read: Callable[[Any], Array]) -> contextlib.AbstractContextManager[None]:
     """Lets stale variables be read, one at a time, from where their true value is."""
     return _meanwhile(_reader, read)
 
@@ -93,16 +85,11 @@ def _meanwhile(setting: contextvars.ContextVar[Any], value: Any) -> Iterator[Non
 
 
 _only_own = contextvars.ContextVar("_only_own", default=False)
-_reader: contextvars.ContextVar[Callable[[Any], ValuePieces] | None] = contextvars.ContextVar(
-    "_reader", default=None
-)
+_reader: contextvars.ContextVar[Any] = contextvars.ContextVar("_reader", default=None)
 
 
 def make_remote(variable: Any, clock: StepCounter) -> None:
-    """Lets a variable refuse to be read after a step in which another rank trained it.
-
-    It stays the same object, and is read again once it has been assigned a value.
-    """
+    """Lets a variable refuse to be read after a step in which another rank trained it."""
     _become_remote(variable)
     variable._clocks[clock] = None
     if variable._stale:
@@ -155,9 +142,10 @@ def is_stale(variable: Any) -> bool:
     return isinstance(variable, _Remote) and bool(variable._stale)
 
 
-def remote_value(variable: Any) -> ValuePieces | None:
-    """The true value of a stale variable, from where it is; `None` of one that this rank has."""
-    return _found(variable) if is_stale(variable) else None
+def check_readable(variable: Any) -> None:
+    """Refuses a stale variable, unless it can be read from where its true value is."""
+    if is_stale(variable) and _reader.get() is None:
+        raise _error(variable)
 
 
 class _Remote(keras.Variable):  # type: ignore[misc]
@@ -172,7 +160,8 @@ class _Remote(keras.Variable):  # type: ignore[misc]
     def value(self) -> Any:
         """The value, which Keras asks for whenever it needs it."""
         if self._stale and not needs_only_shapes():
-            return to_tensor(_found(self).whole())
+            check_readable(self)
+            return to_tensor(_reader.get()(self))
         return super().value
 
     def assign(self, value: Any) -> Any:
@@ -213,28 +202,8 @@ class _Remote(keras.Variable):  # type: ignore[misc]
         )
 
 
-def _found(variable: Any) -> ValuePieces:
-    """The true value of a stale variable, if it can be read now."""
-    read = _reader.get()
-    if read is None:
-        raise _error(variable)
-    return read(variable)
-
-
 def _error(variable: Any) -> StaleWeightError:
     return StaleWeightError(variable._stale.format(path=variable.path))
 
 
 _KINDS: dict[type, type] = {}  # the class of remote variables of each class of variables
-
-
-def rows_of(value: Any) -> ValuePieces | None:
-    """Returns what reads a large value; `None` for a small one, or one without a variable."""
-    if isinstance(value, keras.Variable):
-        spec = TensorSpec(tuple(value.shape), variable_dtype(value))
-        if not goes_in_pieces(spec.shape, spec.dtype):
-            return None
-        return remote_value(value) or ValuePieces(spec, functools.partial(elements_of, value))
-    if isinstance(value, ValuePieces) and goes_in_pieces(value.shape, value.dtype):
-        return value
-    return None

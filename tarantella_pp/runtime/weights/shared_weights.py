@@ -12,7 +12,13 @@ import tensorflow as tf
 from tarantella_pp.errors import ReplicaError
 from tarantella_pp.runtime.comm.collective import digest
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor, value_of, variable_dtype
+from tarantella_pp.runtime.comm.tensor_buffers import (
+    buffer_of,
+    to_buffer,
+    to_tensor,
+    value_of,
+    variable_dtype,
+)
 from tarantella_pp.runtime.weights.gradient_reduction import DENSE, NOTHING, Gradient, kind_of
 
 _SIZES_TAG, _GRADIENTS_TAG, _VALUES_TAG = 7, 8, 9
@@ -151,7 +157,7 @@ class Copies:
                 self._requests[rank] = ranks.post_receive(specs, rank, _VALUES_TAG, label=label)
         for rank in others:
             if variables := self._sent.get(rank):
-                values = [to_buffer(tf.convert_to_tensor(variable)) for variable in variables]
+                values = list(map(buffer_of, variables))
                 ranks.send(values, rank, _VALUES_TAG, label=label)
 
     def refresh(self) -> None:
@@ -163,13 +169,10 @@ class Copies:
 
 
 def check_replicas(variables: Sequence[Any], communicator: Communicator) -> None:
-    """Compares variables between replicas, bit for bit; all of them must call this.
-
-    Only a hash of each variable travels.
-    """
+    """Compares hashes of variables between replicas, bit for bit; all of them must call this."""
     if communicator.size == 1:
         return
-    own = [digest([to_buffer(tf.convert_to_tensor(variable))]) for variable in variables]
+    own = [digest([buffer_of(variable)]) for variable in variables]
     everyones = communicator.allgather_json(own)
     found = [*zip_longest(*everyones)]
     different = [i for i, digests in enumerate(found) if len(set(digests)) > 1]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 
-from tarantella_pp.runtime.recorder import RecordedStep, Span
+from tarantella_pp.runtime.executor import RecordedStep, Span
 from tarantella_pp.schedule import (
     Compute,
     Costs,

@@ -21,7 +21,7 @@ from benchmarks.measured_costs import simulated
 from benchmarks.runtime.stubs import Seconds, StubPipeline
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.comm.machine import clock_offset
-from tarantella_pp.runtime.recorder import Recorder, gather_steps
+from tarantella_pp.runtime.executor import Recorder, gather_steps
 from tarantella_pp.schedule import TRAINING_NAMES, Costs, simulate
 from tests.helpers.closed_forms import bubble_fraction
 

@@ -22,7 +22,7 @@ from benchmarks.runtime.stubs import Seconds, StubPipeline, StubSums
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.comm.machine import clock_offset
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
-from tarantella_pp.runtime.recorder import RecordedStep, Recorder, gather_steps
+from tarantella_pp.runtime.executor import RecordedStep, Recorder, gather_steps
 from tarantella_pp.schedule import Costs, simulate
 
 HEADS = (

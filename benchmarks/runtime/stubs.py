@@ -22,8 +22,7 @@ from tarantella_pp.partition.graph.layer_graph import (
     Tensor,
 )
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.executor import Executor
-from tarantella_pp.runtime.recorder import REDUCTIONS, Recorder
+from tarantella_pp.runtime.executor import REDUCTIONS, Executor, Recorder
 from tarantella_pp.runtime.stage.stage_boundary import (
     BoundaryTensor,
     StageBoundary,

@@ -42,7 +42,7 @@ from benchmarks.sized_models import BUILDERS, ROWS, data_for
 from tarantella_pp.models import pipeline_model
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.comm.machine import clock_offset
-from tarantella_pp.runtime.recorder import (
+from tarantella_pp.runtime.executor import (
     Recorder,
     gather_steps,
 )

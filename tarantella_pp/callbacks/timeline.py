@@ -20,7 +20,7 @@ from rich.text import Text
 from tarantella_pp.callbacks.file_replacement import replace_file
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.machine import clock_offset
-from tarantella_pp.runtime.recorder import (
+from tarantella_pp.runtime.executor import (
     UPDATE,
     RecordedStep,
     Recorder,

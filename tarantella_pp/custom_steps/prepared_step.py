@@ -14,10 +14,10 @@ from tarantella_pp.custom_steps.distributed_optimizer import GradientExchange, s
 from tarantella_pp.custom_steps.step_probe import StepKinds
 from tarantella_pp.custom_steps.step_trace import StepTrace, Update
 from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.runtime.batch import Batch
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.process_groups import ReplicaExchange
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
-from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.probes.parts import MEAN, SAME, SUM
 from tarantella_pp.runtime.stage.forward_state import BatchStatistics
 from tarantella_pp.runtime.stage.graph_functions import (

@@ -14,9 +14,7 @@ from tarantella_pp.custom_steps.step_trace import StepTrace
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.internals.training import moments_known
-from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
-from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.data.batch import (
+from tarantella_pp.runtime.batch import (
     ArrayRows,
     Batch,
     BatchShare,
@@ -25,7 +23,9 @@ from tarantella_pp.runtime.data.batch import (
     describe,
     rebuild,
 )
-from tarantella_pp.runtime.data.data_feed import DataFeed, dense
+from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.data_feed import DataFeed, dense
 from tarantella_pp.runtime.stage.forward_state import BatchStatistics
 from tarantella_pp.runtime.weights.shared_weights import broadcast_variable, check_replicas
 

@@ -30,7 +30,7 @@ from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec, machi
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan_search import PlanSearch, choose_plan, infeasible
 from tarantella_pp.partition.planner import LOOPS, Planner
-from tarantella_pp.runtime.profiler import profile as measure
+from tarantella_pp.runtime.stage.profiler import profile as measure
 from tarantella_pp.schedule import Schedule, ScheduleSpec, read_schedule
 
 # A GPU whose name says nothing.

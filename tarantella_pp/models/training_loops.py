@@ -19,7 +19,7 @@ from tarantella_pp.internals.data import train_validation_split
 from tarantella_pp.internals.optimizers import settable_learning_rate
 from tarantella_pp.models.own_loops import surrounded
 from tarantella_pp.runtime.comm.collective import collective
-from tarantella_pp.runtime.data.data_adapter import (
+from tarantella_pp.runtime.data_adapter import (
     GivenData,
     shared_adapter,
     shared_adapters,

@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.internals.optimizers import loss_scale
+from tarantella_pp.runtime.batch import Batch
 from tarantella_pp.runtime.comm.process_groups import ReplicaExchange
 from tarantella_pp.runtime.compilation import BatchMetrics, Compilation
-from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.loss import LossArguments, LossValue
 from tarantella_pp.runtime.probes.stage_probe import StageProbe
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor

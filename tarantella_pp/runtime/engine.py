@@ -19,15 +19,14 @@ from tarantella_pp.internals.training import compiled_loss, compiled_metrics, st
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import with_findings
+from tarantella_pp.runtime.batch import Batch, BatchShare, batch_shares, needs_of_ranks
 from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
-from tarantella_pp.runtime.compilation import Compilation
-from tarantella_pp.runtime.data.batch import Batch, BatchShare, batch_shares, needs_of_ranks
-from tarantella_pp.runtime.data.data_feed import DataFeed
+from tarantella_pp.runtime.compilation import Compilation, SharedLogs
+from tarantella_pp.runtime.data_feed import DataFeed
+from tarantella_pp.runtime.executor import LOGS, REDUCTIONS, TIES, UPDATE, Recorder
 from tarantella_pp.runtime.probes.optimizer_probe import check_division
 from tarantella_pp.runtime.rank_stages import RankStages
-from tarantella_pp.runtime.recorder import LOGS, REDUCTIONS, TIES, UPDATE, Recorder
-from tarantella_pp.runtime.shared_logs import SharedLogs
 from tarantella_pp.runtime.stage.model_outputs import pack_outputs
 from tarantella_pp.runtime.step_schedules import MemoryCheck, StepSchedules
 from tarantella_pp.runtime.weights.rank_weights import RankWeights

@@ -1,22 +1,32 @@
-"""Runs one rank's list of actions; owns nothing but the loop."""
+"""Runs one rank's list of actions, and notes when each begins and ends."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from tarantella_pp.runtime.recorder import Recorder, Span
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageBoundary
 from tarantella_pp.runtime.stage.stage_messages import StageMessages
 from tarantella_pp.schedule import (
+    Action,
     Compute,
     Direction,
+    Event,
     Message,
     Reduce,
     Schedule,
+    StepTimeline,
     Transfer,
     kept_whole,
+    parse_action,
     send_window,
 )
 
@@ -173,3 +183,172 @@ class Executor:
 
 def _pick(values: Values, tensors: Sequence[BoundaryTensor]) -> list[tf.Tensor]:
     return [values[tensor] for tensor in tensors]
+
+
+UPDATE, LOGS, TIES = "update", "logs", "tied weights"
+REDUCTIONS = "sums over replicas"
+# Names of the spans of a step that are no actions of its schedule.
+SPAN_NAMES = (UPDATE, LOGS, TIES, REDUCTIONS)
+# Of how many of the last steps it is known how long the rank computed and waited.
+MOST_SHARES = 1000
+
+
+class Span(NamedTuple):
+    """Something that a rank did."""
+
+    what: Action | str  # an action of the schedule, or one of the names above
+    start: float  # seconds of the rank's own clock
+    end: float  # seconds of the rank's own clock
+
+
+class Recorder:
+    """Notes what this rank does in its training steps.
+
+    Of every step it keeps how long the rank computed and waited, of some all that happened.
+    """
+
+    def __init__(self, steps: int | range) -> None:
+        least = steps[0] + 1 if isinstance(steps, range) and steps else steps
+        if isinstance(least, bool) or not isinstance(least, int) or least < 1:
+            raise ConfigurationError(
+                "Expected how many of the last steps to keep, or a range of their numbers such as "
+                f"range(10, 15). Received: steps={steps!r}"
+            )
+        self._numbers = None if isinstance(steps, int) else steps
+        self._kept: deque[RecordedStep] = deque(maxlen=steps if isinstance(steps, int) else None)
+        self._count = 0
+        self._begun: deque[tuple[float, float, float, float]] = deque(maxlen=MOST_SHARES)
+        self.spans: MutableSequence[Span] = deque(maxlen=0)
+
+    @property
+    def steps(self) -> list[RecordedStep]:
+        """The steps that are kept, in order, as of this rank alone."""
+        return list(self._kept)
+
+    @contextlib.contextmanager
+    def step(self, schedule: Schedule, rows: int) -> Iterator[None]:
+        """Records one step; a step that fails is not kept."""
+        start, spans = time.perf_counter(), list[Span]()
+        self.spans = spans
+        try:
+            yield
+        finally:
+            self.spans = deque(maxlen=0)  # evaluation and prediction are not recorded
+        end = time.perf_counter()
+        # Two numbers of each step, so that logs need not keep all spans.
+        busy = sum(span.end - span.start for span in spans if is_busy(span.what))
+        wait = sum(span.end - span.start for span in spans if is_wait(span.what))
+        self._begun.append((start, end, busy, wait))
+        if self._numbers is None or self._count in self._numbers:
+            self._kept.append(
+                RecordedStep(self._count, schedule, rows, ((start, end),), (tuple(spans),))
+            )
+        self._count += 1
+
+    @contextlib.contextmanager
+    def span(self, what: Action | str) -> Iterator[None]:
+        """Records one span."""
+        start = time.perf_counter()
+        yield
+        self.spans.append(Span(what, start, time.perf_counter()))
+
+    def take_shares(self) -> tuple[float, float]:
+        """Returns which parts of its time this rank computed and waited since the last call."""
+        # A step lasts until the next one begins, the last one until its own end. The median leaves
+        # out the steps in which TensorFlow traces its functions.
+        steps = list(self._begun)
+        self._begun.clear()
+        if not steps:
+            return 0.0, 0.0
+        ends = [*(step[0] for step in steps[1:]), steps[-1][1]]
+        shares = [
+            (busy / (end - start), wait / (end - start))
+            for (start, _, busy, wait), end in zip(steps, ends, strict=True)
+        ]
+        return median(b for b, _ in shares), median(w for _, w in shares)
+
+
+def is_busy(what: Action | str) -> bool:
+    """Whether a rank computes meanwhile."""
+    if isinstance(what, str):
+        return what == UPDATE
+    return isinstance(what, Compute | Reduce)
+
+
+def is_wait(what: Action | str) -> bool:
+    """Whether a rank waits for a message meanwhile."""
+    if isinstance(what, str):
+        return what in (TIES, REDUCTIONS)
+    return isinstance(what, Transfer) and what.operation == "R"
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One training step, of one rank or of all."""
+
+    number: int  # number of the step since recording began, from 0
+    schedule: Schedule  # the schedule that it ran, with its messages
+    rows: int
+    # For each rank, when the step began and ended there, in seconds of rank 0's clock
+    bounds: tuple[tuple[float, float], ...]
+    # What each rank did, in order, on the same clock; a receive is the wait for its message
+    spans: tuple[tuple[Span, ...], ...]
+
+    @cached_property
+    def origin(self) -> float:
+        """When the first computation began."""
+        return min(span.start for spans in self.spans for span in spans if _computes(span))
+
+    @cached_property
+    def timeline(self) -> StepTimeline:
+        """The actions of the schedule, with seconds from the first computation on.
+
+        As in a simulation, a wait counts from the moment the rank has nothing else to do; one
+        that began before the first computation of all counts from there.
+        """
+        events = tuple(
+            tuple(
+                Event(rank, max(0.0, start - self.origin), max(0.0, end - self.origin), what)
+                for what, start, end in spans
+                if not isinstance(what, str)
+            )
+            for rank, spans in enumerate(self.spans)
+        )
+        serial = sum(
+            span.end - span.start for spans in self.spans for span in spans if _computes(span)
+        )
+        return StepTimeline.of_events(self.schedule, events, serial, (0.0,) * len(events))
+
+
+def gather_steps(
+    records: Sequence[RecordedStep], offset: float, communicator: Communicator
+) -> tuple[RecordedStep, ...]:
+    """Puts the records of all ranks together; all of them must call this."""
+    mine = []
+    for record in records:
+        [(start, end)], [spans] = record.bounds, record.spans
+        moved = [[str(span.what), span.start + offset, span.end + offset] for span in spans]
+        mine.append([[start + offset, end + offset], moved])
+    steps = zip(records, *communicator.allgather_json(mine), strict=True)
+    return tuple(
+        replace(
+            record,
+            bounds=tuple((start, end) for (start, end), _ in ranks),
+            spans=tuple(
+                tuple(Span(w if w in SPAN_NAMES else parse_action(w), *when) for w, *when in spans)
+                for _, spans in ranks
+            ),
+        )
+        for record, *ranks in steps
+    )
+
+
+def _computes(span: Span) -> bool:
+    return isinstance(span.what, Compute)
+
+
+def alike(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
+    """Returns the steps of the schedule and batch size that occur most; a last batch is smaller."""
+    kinds = Counter((id(step.schedule), step.rows) for step in steps)
+    most = max(kinds, key=lambda kind: kinds[kind], default=None)
+    return [step for step in steps if (id(step.schedule), step.rows) == most]

@@ -12,13 +12,12 @@ import tensorflow as tf
 
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.runtime.batch import Batch
 from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups, ReplicaExchange
-from tarantella_pp.runtime.data.batch import Batch
-from tarantella_pp.runtime.executor import Executor
+from tarantella_pp.runtime.executor import Executor, Recorder
 from tarantella_pp.runtime.probes.stage_probe import StageProbe
-from tarantella_pp.runtime.recorder import Recorder
 from tarantella_pp.runtime.stage.forward_state import ForwardState
 from tarantella_pp.runtime.stage.model_outputs import find_activations
 from tarantella_pp.runtime.stage.stage import Stage

@@ -19,7 +19,7 @@ from tarantella_pp.callbacks.timeline import (
     trace_events,
     write_trace,
 )
-from tarantella_pp.runtime.recorder import (
+from tarantella_pp.runtime.executor import (
     LOGS,
     TIES,
     UPDATE,

@@ -15,8 +15,8 @@ import pytest
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime.batch import batch_shares
 from tarantella_pp.runtime.comm.communicator import world
-from tarantella_pp.runtime.data.batch import batch_shares
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.schedule import Schedule
 from tests.helpers.mpi import PYTHONS, mpi_run

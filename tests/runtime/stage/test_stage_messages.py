@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.runtime.stubs import PLAIN, Seconds, StubPipeline, chain
 from tarantella_pp.errors import CommunicationError
 from tarantella_pp.runtime.comm.communicator import world
-from tarantella_pp.runtime.recorder import Recorder
+from tarantella_pp.runtime.executor import Recorder
 from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries, stage_edges
 from tarantella_pp.runtime.stage.stage_messages import StageMessages
 from tarantella_pp.schedule import Transfer, send_window

@@ -28,10 +28,10 @@ from tarantella_pp.internals.data import (
     get_data_adapter,
     order_of,
 )
+from tarantella_pp.runtime.batch import READER, ArrayRows, Batch
 from tarantella_pp.runtime.comm.collective import digest, on_all_ranks
-from tarantella_pp.runtime.data.batch import READER, ArrayRows, Batch
-from tarantella_pp.runtime.data.data_cursor import DataCursor
-from tarantella_pp.runtime.data.data_feed import DataFeed
+from tarantella_pp.runtime.data_cursor import DataCursor
+from tarantella_pp.runtime.data_feed import DataFeed
 
 logger = logging.getLogger(__name__)
 _ABSENT, _NOTHING, _FUNCTION = "", "nothing", "a function of an InputContext"

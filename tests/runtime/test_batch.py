@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.runtime.data.batch import (
+from tarantella_pp.runtime.batch import (
     batch_shares,
     describe,
     micro_batch_sizes,

@@ -8,7 +8,7 @@ from benchmarks.runtime.stubs import Seconds, StubPipeline
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm import machine as links
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tarantella_pp.runtime.recorder import (
+from tarantella_pp.runtime.executor import (
     UPDATE,
     Recorder,
     Span,
@@ -120,7 +120,7 @@ def test_shares_are_of_the_time_from_step_to_step(monkeypatch):
     # Two readings at the bounds of each of three steps, two around the update: a step begins
     # every 2 seconds and takes 1.
     clocks = iter([0.0, 0.9, 0.9, 1.0, 2.0, 2.9, 2.9, 3.0, 4.0, 4.9, 4.9, 5.0])
-    monkeypatch.setattr("tarantella_pp.runtime.recorder.time.perf_counter", lambda: next(clocks))
+    monkeypatch.setattr("tarantella_pp.runtime.executor.time.perf_counter", lambda: next(clocks))
     run_steps(recorder, 3)
     assert recorder.take_shares() == pytest.approx((0.25, 0.125))
     assert recorder.take_shares() == (0.0, 0.0)

@@ -8,10 +8,10 @@ import keras
 import pytest
 import tensorflow as tf
 
+from tarantella_pp.runtime.batch import Need, batch_shares
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.data.batch import Need, batch_shares
-from tarantella_pp.runtime.data.data_adapter import DataFacts, FeedAdapter
-from tarantella_pp.runtime.data.data_feed import DataFeed
+from tarantella_pp.runtime.data_adapter import DataFacts, FeedAdapter
+from tarantella_pp.runtime.data_feed import DataFeed
 
 pytestmark = pytest.mark.keras
 

@@ -22,9 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
-from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
-from tarantella_pp.runtime.data.batch import (
+from tarantella_pp.runtime.batch import (
     READER,
     ArrayRows,
     Batch,
@@ -34,6 +32,8 @@ from tarantella_pp.runtime.data.batch import (
     rebuild,
     tensors_in,
 )
+from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 
 _NEWS_TAG, _DATA_TAG = 2, 3
 # What stands for a number of samples where none follow.

@@ -20,9 +20,9 @@ from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import with_findings
 from tarantella_pp.runtime.batch import Batch, BatchShare, batch_shares, needs_of_ranks
-from tarantella_pp.runtime.batch_step import BatchStep
+from tarantella_pp.runtime.batch_step import BatchStep, SharedLogs
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
-from tarantella_pp.runtime.compilation import Compilation, SharedLogs
+from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.data_feed import DataFeed
 from tarantella_pp.runtime.executor import LOGS, REDUCTIONS, TIES, UPDATE, Recorder
 from tarantella_pp.runtime.probes.optimizer_probe import check_division

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tarantella_pp.partition.graph.layer_graph import LOOKUPS, LayerGraph, Node, Weight
@@ -112,8 +112,8 @@ def message_bytes(
     stage: int,
     in_flight: int,
     kept: Container[str],
+    bytes_sent: Callable[[CutEdge], int],
     window: int | None = None,
-    sent_as: str | None = None,
 ) -> tuple[int, int, int]:
     """Counts the memory of messages.
 
@@ -126,7 +126,7 @@ def message_bytes(
     messages: Counter[tuple[str, int]] = Counter()
     fresh = waiting = narrowed = returned = back = 0
     for cut in cuts:
-        sent = cut.sent_bytes(sent_as)
+        sent = bytes_sent(cut)
         new = cut.bytes * (cut.tensor not in kept) + cut.mask_bytes
         if stage in cut.targets:
             messages["activations", cut.source] += sent + cut.mask_bytes

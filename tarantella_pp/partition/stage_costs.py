@@ -160,7 +160,7 @@ class StageCostModel:
         shapes = any(cut.source == stage and cut.tensor in graph.unsized for cut in cuts)
         window = None if shapes else self.config.send_window
         received, sent, returned = message_bytes(
-            cuts, stage, in_flight, names, window, self.config.wire_dtype
+            cuts, stage, in_flight, names, self.config.sent, window
         )
         backward = returned + backward_bytes(graph, nodes, rows)
         own = [weight for weight in weights if users[weight.id][0] == stage]

@@ -110,7 +110,7 @@ class ScheduleSpec:
         return self.make(num_micro_batches).held
 
     def held_whole(self, num_micro_batches: int) -> tuple[int, ...]:
-        """Returns the most micro-batches that stages, if they recompute, hold all of."""
+        """Returns the most micro-batches that stages hold all of to repeat them."""
         if self.custom is None and self.name == SEARCHED:
             return self.in_flight(num_micro_batches)
         return self.make(num_micro_batches).held_whole()

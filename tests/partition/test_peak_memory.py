@@ -126,7 +126,9 @@ def test_messages_are_there_until_used_and_received(
     sent_as, cuts, stage, kept, received, sent, returned
 ):
     for count, window in ((3, None), (3, 2), (1667, 2)):
-        found = message_bytes(cuts, stage, count, set(kept), window, sent_as)
+        found = message_bytes(
+            cuts, stage, count, set(kept), lambda cut: cut.sent_bytes(sent_as), window
+        )
         assert found == (received, sent, returned)
 
 

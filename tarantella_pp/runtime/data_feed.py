@@ -1,9 +1,7 @@
 """Batches for every rank, in the order of the one rank that reads the data set.
 
-Unseeded shuffles differ between ranks: inputs and targets must come from one reader, and only it
-opens the data set. Every rank gets the parts of a batch that its stages use. Of arrays that all
-ranks have it gets nothing but the order of the samples, and takes its parts itself. A function of
-an `InputContext` has the first rank of each replica read the samples of its own.
+Every rank gets the parts of a batch that its stages use. Of arrays that all ranks have it gets
+nothing but the order of the samples, and takes its parts itself.
 
     reader   reads, announces rows and structure   sends each rank the inputs and targets it needs
     others                   hear of them          receive
@@ -107,7 +105,7 @@ class DataFeed:
         for order in orders:
             own = order[self._shares(len(order))[self._need.replica].own_rows]
             inputs, targets = self._own_parts(arrays, own, order)
-            wanted = self._wanted(self._need, len(inputs)) if inputs else ()
+            wanted = self._need.inputs if inputs else ()
             yield self._batch(len(order), {i: inputs[i] for i in wanted}, targets, signature)
 
     def _own_parts(
@@ -171,7 +169,7 @@ class DataFeed:
             """Which inputs a rank gets from a reader, and which of that one's rows."""
             rows = shares[need.replica].own_rows
             gets = place == _source(need, readers)
-            wanted = self._wanted(need, len(specs)) if gets else ()
+            wanted = need.inputs if gets else ()
             return wanted, slice(rows.start - begins[place], rows.stop - begins[place])
 
         requests = []
@@ -200,7 +198,7 @@ class DataFeed:
         for place, request in enumerate(requests):
             if request is not None:
                 received[place] = [to_tensor(array) for array in request.wait()]
-        wanted, source = self._wanted(self._need, len(specs)), _source(self._need, readers)
+        wanted, source = self._need.inputs, _source(self._need, readers)
         inputs = dict(zip(wanted, received[source], strict=False))
         received[source] = received[source][len(wanted) :]
         targets = [tf.concat(each, 0) for each in zip(*received, strict=True)]
@@ -215,10 +213,6 @@ class DataFeed:
         w_struct, w_leaves = describe(weight)
         targets = [tf.convert_to_tensor(dense(t, "a target")) for t in (*y_leaves, *w_leaves)]
         return inputs, targets, (y_struct, w_struct)
-
-    def _wanted(self, need: Need, count: int) -> Sequence[int]:
-        """The inputs that a rank gets, out of `count`."""
-        return need.inputs
 
     def _batch(
         self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any], signature: bytes

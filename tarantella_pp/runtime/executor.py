@@ -40,11 +40,7 @@ Values: TypeAlias = "dict[BoundaryTensor, tf.Tensor]"
 
 
 class Executor:
-    """Interprets a schedule's actions on the stages of one rank.
-
-    It notes when each begins and ends. On a GPU a computation ends when it has been handed over,
-    as far as these notes can tell.
-    """
+    """Interprets a schedule's actions on the stages of one rank."""
 
     def __init__(
         self,
@@ -202,10 +198,7 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Notes what this rank does in its training steps.
-
-    Of every step it keeps how long the rank computed and waited, of some all that happened.
-    """
+    """Keeps of every step how long this rank computed and waited, of some all that it did."""
 
     def __init__(self, steps: int | range) -> None:
         least = steps[0] + 1 if isinstance(steps, range) and steps else steps

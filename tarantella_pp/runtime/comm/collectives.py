@@ -1,10 +1,7 @@
 """Collectives under way: they go on while ranks compute, and give the same bits on each rank.
 
-MPI may add up the values of ranks in whatever order it likes, and in another one for another size
-or library. Here every element is added up by one rank, in the order of the ranks, and sent to the
-others. So a sum does not depend on what it is packed with, nor on which rank it ends up: a
-reduction to one owner gives the bits of a reduction to all. The messages go through a channel,
-so collectives need not be started in the same order, and a wait says whom it waits for.
+Every element is added up by one rank, in the order of the ranks, and sent to the others. So a sum
+does not depend on what it is packed with, nor on which rank it ends up.
 """
 
 from __future__ import annotations

@@ -20,11 +20,7 @@ _VIEWS = ("Reshape", "Identity", "ExpandDims", "Squeeze")
 
 
 class SplitBackward:
-    """Traces a stage once, forward and backward, and cuts the graph into F, B and W.
-
-    Residuals stay inside TensorFlow, in a `ActivationStash`: only activations and their gradients
-    cross into Python.
-    """
+    """Traces a stage once, forward and backward, and cuts the graph into F, B and W."""
 
     def __init__(
         self, module: StageModule, specs: Sequence[tf.TensorSpec], repeats: bool = False

@@ -131,10 +131,7 @@ def broadcast_variable(variable: Any, root: int, ranks: Communicator) -> None:
 
 
 class Copies:
-    """Values of variables that ranks have from one another.
-
-    They go straight from one variable's memory into what becomes the other's memory.
-    """
+    """Values of variables that ranks have from one another, sent from memory into memory."""
 
     def __init__(
         self,

@@ -14,12 +14,11 @@ import numpy as np
 
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.cut import Cut, Price, Prices, best_cut
-from tarantella_pp.partition.graph.ideals import Array, Blocks
+from tarantella_pp.partition.graph.ideals import Array, Blocks, summed
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Weight
 from tarantella_pp.partition.options import Settings
 from tarantella_pp.partition.peak_memory import reduction_bytes
 from tarantella_pp.partition.plan.plan_parts import TOLERANCE, Certificate, CutEdge, StagePlan
-from tarantella_pp.partition.rank_balancing import balance_ranks, rank_totals
 from tarantella_pp.partition.stage_costs import StageCostModel
 
 # Stage of each operation.
@@ -77,7 +76,6 @@ def best_solution(
         sums = problem.sums
         share = (sums.once + sums.times.min() * sums.each).sum() / (1 + max(options.ranks))
         bound = max(bound, float(share))
-        best, method = problem.over_ranks(best), f"{method}, then over ranks"
     elif options.balance == "memory":
         method += ", stages priced whole" if whole else " of state and activations"
     value, seconds = problem.value(best), time.perf_counter() - begun
@@ -159,19 +157,6 @@ class _Problem:
 
         return replace(sums, price=kept)
 
-    def over_ranks(self, best: Assignment) -> Assignment:
-        """Makes the largest rank smaller where ranks have several stages, within the limits."""
-        options, weight = self.options, 0.0
-        if options.balance != "memory":
-            # Of m + p - 1 parts of a step ranks work in m, and wait for the largest stage in p - 1.
-            weight = (options.num_ranks - 1) / options.num_micro_batches
-        moved = balance_ranks(self.sums, best, options.ranks, self.costs.graph.groups, weight)
-
-        def step(assignment: Assignment) -> float:
-            return self.value(assignment) + weight * max(self._values(assignment))
-
-        return moved if step(moved) < step(best) and self.excess(moved) <= 0 else best
-
     def excess(self, assignment: Sequence[int]) -> float:
         """Bytes of the stage that is most above its limit; 0 or less where all keep it."""
         limits = self.options.limits
@@ -199,6 +184,11 @@ class _Problem:
 
     def _stages(self, assignment: Sequence[int]) -> tuple[StagePlan, ...]:
         return self.costs.stages(assignment, self.options.in_flight, self.options.repeats)
+
+
+def rank_totals(values: Sequence[float], ranks: Sequence[int]) -> Array:
+    """Adds up the values of stages on each rank."""
+    return summed(ranks, values, 1 + max(ranks)) if ranks else np.array(values)
 
 
 def _shared(graph: LayerGraph) -> str:

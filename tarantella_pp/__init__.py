@@ -22,7 +22,7 @@ _PUBLIC = {
     "models.deferred_init": ("deferred_init",),
     "models.make_plan": ("make_plan",),
     "models.pipeline_model": ("PipelineModel",),
-    "runtime.stage.profiler": ("profile",),
+    "models.profiler": ("profile",),
     "runtime.comm.ranks": (
         "barrier", "get_master_rank", "get_rank", "get_size", "init", "is_master_rank",
     ),

@@ -23,6 +23,6 @@ from tarantella_pp.runtime.comm.ranks import get_rank as get_rank
 from tarantella_pp.runtime.comm.ranks import get_size as get_size
 from tarantella_pp.runtime.comm.ranks import init as init
 from tarantella_pp.runtime.comm.ranks import is_master_rank as is_master_rank
-from tarantella_pp.runtime.stage.profiler import profile as profile
+from tarantella_pp.models.profiler import profile as profile
 
 __version__: str

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, PlanError, checked_count
 from tarantella_pp.models.deferred_init import only_shapes
+from tarantella_pp.models.profiler import profile as measure
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.node_link import NamedGraph
 from tarantella_pp.partition.graph.profile import Profile
@@ -30,7 +31,6 @@ from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec, machi
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan_search import PlanSearch, choose_plan, infeasible
 from tarantella_pp.partition.planner import LOOPS, Planner
-from tarantella_pp.runtime.stage.profiler import profile as measure
 from tarantella_pp.schedule import Schedule, ScheduleSpec, read_schedule
 
 # A GPU whose name says nothing.

@@ -12,11 +12,11 @@ from keras import layers, ops
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models.make_plan import make_plan
+from tarantella_pp.models.profiler import profile
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.profile import NodeProfile, Profile
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
-from tarantella_pp.runtime.stage.profiler import profile
 from tests.zoo import models
 
 pytestmark = pytest.mark.keras
@@ -62,7 +62,7 @@ def test_a_profile_is_kept_and_taken_from_a_file(tmp_path, monkeypatch):
     first = profile(model, 6, repeats=1, cache=path, verbose=False)
     assert profile(model, 6, verbose=False) is first
     assert Profile.load(path) == first
-    monkeypatch.setattr("tarantella_pp.runtime.stage.profiler._KNOWN", {})
+    monkeypatch.setattr("tarantella_pp.models.profiler._KNOWN", {})
     assert profile(model, 6, repeats=1, cache=path, verbose=False) == first
     other = profile(model, 7, repeats=1, cache=path, verbose=False)
     assert other.rows == (1, 7)

@@ -187,7 +187,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         self._refuse_existing(path, overwrite)
 
         def write(draft: Path, state: Any) -> None:
-            self._plain(state).save_weights(draft)
+            keras.Model.save_weights(self._plain(state), draft)
 
         self._on_last_rank("save_weights", path, write)
 

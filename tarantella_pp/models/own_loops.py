@@ -18,7 +18,7 @@ from unittest import mock
 import keras
 
 from tarantella_pp.runtime.comm.collective import of_keras_fit
-from tarantella_pp.runtime.data.data_adapter import data_made_of
+from tarantella_pp.runtime.data_adapter import data_made_of
 
 # Loops of Keras over data; what they are called with besides data all ranks compare themselves.
 _LOOPS = (

@@ -13,6 +13,7 @@ from tarantella_pp.models.data_parallel_model import Sequential as Sequential
 from tarantella_pp.models.deferred_init import deferred_init as deferred_init
 from tarantella_pp.models.make_plan import make_plan as make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel as PipelineModel
+from tarantella_pp.models.profiler import profile as profile
 from tarantella_pp.partition.graph.profile import Profile as Profile
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec as HardwareSpec
 from tarantella_pp.partition.plan.hardware_spec import machines as machines
@@ -23,6 +24,5 @@ from tarantella_pp.runtime.comm.ranks import get_rank as get_rank
 from tarantella_pp.runtime.comm.ranks import get_size as get_size
 from tarantella_pp.runtime.comm.ranks import init as init
 from tarantella_pp.runtime.comm.ranks import is_master_rank as is_master_rank
-from tarantella_pp.models.profiler import profile as profile
 
 __version__: str

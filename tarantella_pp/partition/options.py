@@ -54,6 +54,12 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
         return {stage: self.held_whole[stage] for stage in self.recompute}
 
     @property
+    def thriftiest(self) -> Settings:
+        """The same for stages that all repeat their forward pass, whatever the limit."""
+        every = tuple(range(self.num_stages))
+        return msgspec.structs.replace(self, recompute=every, balance="memory", memory_limit=None)
+
+    @property
     def problem_key(self) -> tuple[Hashable, ...]:
         """What the best stages depend on: options with equal keys have the same."""
         # Arithmetic depends on no schedule: one problem for all of them, solved once.

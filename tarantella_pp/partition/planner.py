@@ -142,10 +142,7 @@ class Planner:
 
     def least_memory(self, options: Settings) -> float:
         """Returns bytes that some stage of every plan needs, whichever stages recompute."""
-        everywhere = tuple(range(options.num_stages))
-        free = msgspec.structs.replace(
-            options, recompute=everywhere, balance="memory", memory_limit=None
-        )
+        free = options.thriftiest
         found = best_cut(self.blocks, sums_of(self.costs(free), free))
         return math.inf if found is None else found.bound
 

@@ -50,10 +50,11 @@ class RankStages(dict[int, Stage]):
             graph, plan.assignment, plan.num_stages, find_activations(extracted)
         )
         self.edges = stage_edges(self.boundaries)
+        repeats = plan.repeats
         for i, boundary in enumerate(self.boundaries):
             if placement[i] == ranks.rank:
                 calls = [extracted.calls[node] for node in boundary.nodes]
-                self[i] = Stage(boundary, calls, repeats=i in plan.recompute)
+                self[i] = Stage(boundary, calls, repeats=i in repeats)
         self.modules = {index: stage.module for index, stage in self.items()}
         # For each stage, of this rank or of others, the places of the model inputs that it uses.
         self.model_inputs = [

@@ -252,6 +252,8 @@ class Channel:
         self.waiter.until(
             sending.done,
             lambda: f"the arrival of {sending}",
+            (peer,),
+            rings=False,
             check=lambda: check(self.waiter, peer, sending.done),
         )
 

@@ -158,20 +158,21 @@ class Waiter:
         self,
         done: Callable[[], bool],
         what: Callable[[], str],
-        ringers: Sequence[int] = (),
+        peers: Sequence[int] = (),
         *,
+        rings: bool = True,
         limited: bool = True,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """Returns as soon as `done()` is true, which `ringers` ring for if they can.
+        """Returns as soon as `done()` is true, for which `peers` ring if they can.
 
         `check()` raises if the wait is in vain.
         """
         if done() or self._spin(done):
             return
-        rung_for = bool(ringers) and all(map(self._wakeup.reaches, ringers))
-        polls = 1 if rung_for else NETWORK_POLLS
-        share, longest = _RUNG_FOR if rung_for else _NOT_RUNG_FOR
+        near = all(map(self._wakeup.reaches, peers))
+        polls = 1 if near else NETWORK_POLLS
+        share, longest = _RUNG_FOR if near and peers and rings else _NOT_RUNG_FOR
         limits = self._limits if limited else Limits(0.0, 0.0)
         start, warn, next_check = time.perf_counter(), limits.warn, _CHECK_SECONDS
         since = start  # of the last ring

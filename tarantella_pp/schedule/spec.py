@@ -25,10 +25,6 @@ def send_window(name: str, num_stages: int, num_ranks: int) -> int | None:
     that skips stages is as many micro-batches behind as it skips; two more make up for unsteady
     times. The wait ends when the receive is posted, so the law that no schedule may deadlock if
     each send blocks until then holds for this one, too.
-
-    Example:
-        >>> send_window("gpipe", num_stages=4, num_ranks=4)
-        6
     """
     return num_stages + 2 if name in ("gpipe", "forward") and num_ranks == num_stages else None
 

@@ -70,16 +70,10 @@ class GraphSplit:
 def split_graph(trace: Trace, repeats: bool = False) -> GraphSplit:
     """Cuts a traced stage in three: F, B and W.
 
-    F is what the outputs need, B the part of the backward pass that the input gradients need, W
-    the rest of what the weight gradients need (Qi et al., "Zero Bubble Pipeline Parallelism",
-    2023). Weight gradients that are no products, such as sums over rows for biases, are left to B:
-    they take less time than to fetch again what they need. What crosses from F into B or W are the
-    residuals, and nothing else has to be kept for a micro-batch. Reads of weights are not kept but
-    repeated.
-
-    With `repeats` the backward parts repeat the forward pass from the stage's inputs, and
-    nothing else is kept (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
-    Random numbers come out the same, because the state of their generators is kept.
+    Qi et al., "Zero Bubble Pipeline Parallelism", 2023. With `repeats` the backward parts repeat
+    the forward pass from the stage's inputs, and nothing else is kept (Chen et al., "Training Deep
+    Nets with Sublinear Memory Cost", 2016). Random numbers come out the same, because the state of
+    their generators is kept.
     """
     #   inputs -> F -> outputs
     #             |

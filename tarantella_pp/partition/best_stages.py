@@ -40,11 +40,7 @@ class Solution:
 
 
 def sums_of(costs: StageCostModel, options: Settings) -> Prices:
-    """Returns what stages cost by their sums alone.
-
-    Exact for time and FLOPs. Memory counts as state and kept activations; where a stage recomputes,
-    as the activations of the micro-batches that run backward at a time.
-    """
+    """Returns what stages cost by their sums alone: state and kept activations, or time."""
     count, alike, none = options.num_stages, TOLERANCE / 4, np.zeros(len(costs.graph.nodes))
     once, each, times = costs.flops(), none, np.ones(count)
     if options.balance == "time" and costs.seconds is not None:

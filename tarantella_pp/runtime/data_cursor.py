@@ -80,11 +80,7 @@ class DataCursor:
         return order[(skips or 0) * size :].astype(np.int64, copy=False), size
 
     def read(self) -> Iterator[Any]:
-        """Reads from when the first batch is asked for; what a data set shuffles it draws at once.
-
-        An open iterator of TensorFlow reads ahead and takes its time to stop, so that none is made
-        before it is needed, where that changes no number.
-        """
+        """Reads when the first batch is asked for; what a data set shuffles it draws at once."""
         dataset, begun = self._opened(), None
         if self.kind == TF_DATA:
             begun = iter(dataset)

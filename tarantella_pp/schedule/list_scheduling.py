@@ -128,12 +128,7 @@ class _InOrder(ListScheduler):
 def merge(
     orders: Sequence[Sequence[Compute]], placement: Sequence[int], num_micro_batches: int
 ) -> Orders:
-    """Interleaves the orders of the stages that share a rank; each stage keeps its own order.
-
-    All ranks are played in unit time, and of the stages whose next computation has its inputs, a
-    free rank takes the one that it prefers. Of a few preferences the one that ends first counts.
-    Orders found by playing can be played again, so no rank ever waits for itself.
-    """
+    """Interleaves the orders of the stages that share a rank; each stage keeps its own."""
     if len(set(placement)) == len(placement):
         return tuple(tuple(orders[placement.index(rank)]) for rank in range(len(placement)))
     # No single preference is best for all shapes; to play all four takes less than to find out

@@ -68,12 +68,7 @@ class Routes:
 
 
 def reductions(placement: Sequence[int], buckets: Sequence[int], rank: int) -> tuple[Reduce, ...]:
-    """Returns the reductions of a rank in the order in which every replica starts them.
-
-    The last stage comes first, for its gradients are there first. The order depends on nothing
-    else, so replicas agree whatever their numbers of micro-batches; one that has none of a small
-    batch runs these actions alone, with gradients of zero.
-    """
+    """Returns the reductions of a rank in the order in which every replica starts them."""
     # The last stage is through its backward passes first.
     counts = list(enumerate(buckets))[::-1]
     return tuple(

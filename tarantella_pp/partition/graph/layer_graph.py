@@ -205,11 +205,7 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         return tensor
 
     def fingerprint(self) -> str:
-        """Hash of the structure: operations, shapes, dtypes, edges and shared variables.
-
-        Names, frozen layers and costs are left out: Keras numbers layers anew in every process,
-        and a plan stays valid when a layer is frozen.
-        """
+        """Hash of operations, shapes, dtypes, edges and shared variables, without names."""
         structure = {
             "nodes": [(n.kind, n.inputs, n.outputs, n.weights) for n in self.nodes],
             "tensors": [(t.shape, t.dtype) for t in self.tensors],

@@ -105,11 +105,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
 
 
 def give_back(freed: int = _LARGE) -> None:
-    """Gives memory that was freed back to the system, if it is worth the time.
-
-    The launcher has the C library keep what tensors free, for the next step will take it again.
-    What it takes to make a first value, to write a file or to read one, is not taken again.
-    """
+    """Gives memory that was freed back to the system, if it is worth the time."""
     # only glibc has it
     if freed >= _LARGE and (trim := getattr(_LIBRARY, "malloc_trim", None)) is not None:
         trim(0)

@@ -99,14 +99,7 @@ class Communicator(Channel):
     def start_allreduce(
         self, array: _Array, op: str = "sum", *, sent_as: Any = None, tag: int = 0, label: str = ""
     ) -> CollectiveRequest[_Array]:
-        """Starts to combine the arrays of all ranks, and returns at once.
-
-        Values are combined in the order of the ranks, whatever the size of the array: the result
-        has the same bits on every rank, in each run, with each MPI library. Floats of 16 bits or
-        fewer are combined in float32, and the result is rounded to them. Of n bytes, each rank
-        sends 2 n (size - 1) / size, and receives as many. It goes on in `progress` and in the
-        waits of this rank, in other groups, too.
-        """
+        """Starts to combine arrays, in the order of the ranks: the same bits on every rank."""
         if self.size == 1:
             return finished(array)
         first = self._tag_of_collective(tag)

@@ -59,8 +59,8 @@ class Candidate:
         samples = -(-options.batch_size // options.num_replicas) / options.num_micro_batches
         costs, machine = planner.costs(options), planner.machine or HardwareSpec()
         seconds = np.array(costs.seconds or costs.roofline_seconds(costs.rows, machine))
-        forward, backward = samples / costs.rows * seconds.T
-        work = forward + min(1.0, machine.split_factor) * backward
+        forward, *backward = samples / costs.rows * seconds.T
+        work = forward + min(1.0, machine.split_factor) * sum(backward)
         ranks = np.asarray(spec.placement)[list(self.solution.assignment)]
         return float(options.num_micro_batches * summed(ranks, work).max())
 

@@ -76,16 +76,24 @@ class StageCostModel:
         found = [reduction_bytes(self.graph, self.config, share) for share in (0.0, 1.0)]
         return found[0], found[1]
 
-    def roofline_seconds(self, samples: float, machine: HardwareSpec) -> list[tuple[float, float]]:
-        """Returns the seconds of each node, forward and backward, by arithmetic and traffic."""
-        work = node_work(self.graph) if self.work is None else self.work
-        return roofline_seconds(work, samples, machine)
+    @cached_property
+    def _work(self) -> Sequence[NodeWork]:
+        return node_work(self.graph) if self.work is None else self.work
+
+    def roofline_seconds(
+        self, samples: float, machine: HardwareSpec
+    ) -> list[tuple[float, float, float]]:
+        """Returns the seconds of each node, by arithmetic and traffic; see `hardware_spec`."""
+        return roofline_seconds(self._work, samples, machine)
 
     def flops(self) -> npt.NDArray[np.float64]:
-        """Returns the FLOPs of each node, forward, per sample; traffic counts as FLOPs."""
-        counted = np.array([node.flops for node in self.graph.nodes])
+        """Returns the FLOPs of each node, forward, per sample; traffic counts as FLOPs.
+
+        Gradients that nobody needs make them fewer.
+        """
         if self.machine is None or self.machine.memory_bandwidth is None:
-            return counted
+            passes = np.array([1 + sum(one.gradients) for one in self._work])
+            return passes / (1 + BOTH_GRADIENTS) * [node.flops for node in self.graph.nodes]
         both = np.array(self.roofline_seconds(self.rows, self.machine)).sum(axis=1)
         counted = both / (1 + BOTH_GRADIENTS) * (self.machine.flops_per_second / self.rows)
         return np.asarray(counted)

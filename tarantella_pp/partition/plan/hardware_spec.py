@@ -14,6 +14,7 @@ before it multiplies. So micro-batches of few samples are slow. Both gradients t
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -123,17 +124,26 @@ from a fifth of it (mean squared error) to twice as many."""
 
 
 class NodeWork(msgspec.Struct, frozen=True, array_like=True):
-    """What the forward pass of an operation does; in files an array, once of more entries.
+    """What an operation does; in files an array, once of more entries.
 
     Attributes:
         flops: Floating point operations, per sample; of an output of the model with its loss.
         activation_bytes: Bytes of activations read and written, per sample.
         weight_bytes: Bytes of variables read, for each micro-batch anew.
+        needed: Shares of its gradients that are needed: of inputs, none where nothing up to it is
+            trained, and of weights, as many as are trained. In older files no numbers: all of both.
     """
 
     flops: float
     activation_bytes: float
     weight_bytes: float
+    needed: tuple[float, float] | str | None = (1.0, 1.0)
+
+    @property
+    def gradients(self) -> tuple[float, float]:
+        """How long gradients of inputs and of weights take, by the forward pass."""
+        back, weights = self.needed if isinstance(self.needed, tuple) else (1.0, 1.0)
+        return back * BOTH_GRADIENTS / 2, weights * BOTH_GRADIENTS / 2
 
 
 def node_work(graph: LayerGraph) -> tuple[NodeWork, ...]:
@@ -150,22 +160,45 @@ def _work(graph: LayerGraph, node: Node, loss: float) -> NodeWork:
     """Counts what one operation reads and writes; a view of another tensor is neither."""
     outputs = [graph.tensors[t] for t in node.outputs]
     moved = [t for t in outputs if t.alias_of is None]
+    needed = _needed(graph, node)
     if not moved:
-        return NodeWork(node.flops + loss, 0.0, 0.0)
+        return NodeWork(node.flops + loss, 0.0, 0.0, needed)
     written = sum(t.bytes_per_sample for t in moved)
     read = sum(graph.tensors[t].bytes_per_sample for t in node.inputs)
     weights = sum(graph.weights[w].bytes for w in node.weights) if node.flops else 0
     # Of a table only the rows that are picked are read: as much as is made of them.
     picked = written if node.weights and not node.flops else 0
     moves = read + written + picked + node.residual_bytes
-    return NodeWork(node.flops + loss, moves, weights)
+    return NodeWork(node.flops + loss, moves, weights, needed)
+
+
+def _needed(graph: LayerGraph, node: Node) -> tuple[float, float]:
+    """Returns the shares of an operation's gradients, of inputs and of weights, that are needed.
+
+    Frozen weights have none, and adapters such as LoRA's small ones. What is trained first counts
+    as if something before it were, too.
+    """
+    if not any(graph.tensors[t].has_gradient for t in node.outputs):
+        return 0.0, 0.0
+    weights = [graph.weights[w] for w in node.weights if not graph.weights[w].stateful]
+    trained = sum(math.prod(weight.shape) for weight in weights if weight.trainable)
+    every = sum(math.prod(weight.shape) for weight in weights)
+    return 1.0, trained / every if every else 1.0
 
 
 def roofline_seconds(
     work: Sequence[NodeWork], samples: float, machine: HardwareSpec
-) -> list[tuple[float, float]]:
-    """Returns the seconds of each operation for one micro-batch, forward and backward."""
-    return [(seconds := _seconds(one, samples, machine), BOTH_GRADIENTS * seconds) for one in work]
+) -> list[tuple[float, float, float]]:
+    """Returns the seconds of each operation for one micro-batch.
+
+    They are those of its forward pass, and of its gradients of inputs and of weights.
+    """
+    found = []
+    for one in work:
+        forward = _seconds(one, samples, machine)
+        back, weights = one.gradients
+        found.append((forward, back * forward, weights * forward))
+    return found
 
 
 def _seconds(work: NodeWork, samples: float, machine: HardwareSpec) -> float:

@@ -76,6 +76,11 @@ class PlanData(
         with_gradient = (cut for cut in self.cuts if cut.has_gradient)
         return {(cut.source, target) for cut in with_gradient for target in cut.targets}
 
+    def has_backward(self, stage: int) -> bool:
+        """Whether a stage has gradients to compute: it has none where all up to it is frozen."""
+        returns = any(cut.has_gradient and stage in cut.targets for cut in self.cuts)
+        return returns or self.stages[stage].parameter_bytes > 0
+
     def sent_bytes(self, source: int | None = None) -> int:
         """Returns the bytes that one stage, or all, send forward for one micro-batch."""
         return sum(

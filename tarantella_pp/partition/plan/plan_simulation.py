@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -105,17 +106,19 @@ def with_findings(plan: AnyPlan, spec: ScheduleSpec, fallbacks: Mapping[int, str
 
 def stage_seconds(
     plan: PlanData, machine: HardwareSpec, samples: float
-) -> list[tuple[float, float]]:
-    """Returns the seconds of each stage, forward and backward, by arithmetic and memory traffic."""
+) -> list[tuple[float, float, float]]:
+    """Returns the seconds of each stage by arithmetic and memory traffic.
+
+    They are those of its forward pass, and of its gradients of inputs and of weights.
+    """
     stages, nodes = plan.assignment, plan.work
     if not nodes:
         stages = tuple(range(plan.num_stages))
         nodes = tuple(NodeWork(s.flops, 0.0, s.parameter_bytes) for s in plan.stages)
-    sums = [(0.0, 0.0)] * plan.num_stages
-    for stage, (forward, backward) in zip(
-        stages, roofline_seconds(nodes, samples, machine), strict=True
-    ):
-        sums[stage] = sums[stage][0] + forward, sums[stage][1] + backward
+    sums = [(0.0, 0.0, 0.0)] * plan.num_stages
+    for stage, parts in zip(stages, roofline_seconds(nodes, samples, machine), strict=True):
+        forward, back, weights = map(operator.add, sums[stage], parts)
+        sums[stage] = forward, back, weights
     return sums
 
 
@@ -164,7 +167,7 @@ class PlanSimulation:
         seconds = stage_seconds(self.plan, self.machine, mean)
         spec = self.spec(num_ranks)
         again = self._held_again(spec)
-        stages = [self._stage(i, mean, both, again.get(i)) for i, both in enumerate(seconds)]
+        stages = [self._stage(i, mean, parts, again.get(i)) for i, parts in enumerate(seconds)]
         sizes: Counter[Link] = Counter()
         for cut in self.plan.cuts:
             sent = self.plan.sent(cut)
@@ -185,19 +188,21 @@ class PlanSimulation:
         return {stage: now[stage] / held for stage, held in planned.items()}
 
     def _stage(
-        self, index: int, mean: float, seconds: tuple[float, float], held_again: float | None
+        self, index: int, mean: float, seconds: tuple[float, float, float], held_again: float | None
     ) -> StageCosts:
         """Costs of a stage for micro-batches of `mean` samples."""
-        # Gradients of inputs and of weights take half of the backward pass each. Weight gradients
-        # are added to a sum besides, where that was not measured.
+        # Weight gradients are added to a sum besides, where that was not measured.
         stage = self.plan.stages[index]
-        forward, gradient = seconds[0], seconds[1] / 2
+        forward, back, weights = seconds
         machine, summed = self.machine, 0.0
         if stage.forward_seconds is None or stage.backward_seconds is None:
             summed = SUMMING * stage.parameter_bytes / (machine.memory_bandwidth or math.inf)
         else:
-            share = mean / self.plan.micro_batch_size
-            forward, gradient = share * stage.forward_seconds, share * stage.backward_seconds / 2
+            # What was measured is divided as arithmetic is, in halves where nothing is frozen.
+            share, both = mean / self.plan.micro_batch_size, back + weights
+            part = back / both if both else 0.5
+            forward, backward = share * stage.forward_seconds, share * stage.backward_seconds
+            back, weights = part * backward, (1 - part) * backward
         # Apart, both gradients repeat work that one call shares; a repeated forward pass is
         # needed by the first of them only.
         once, apart = machine.action_seconds, machine.split_factor
@@ -205,14 +210,16 @@ class PlanSimulation:
         moving = stage.working_bytes + stage.buffer_bytes
         static = stage.state_bytes + larger * (moving + stage.recomputed_bytes * (held_again or 0))
         again = 0.0 if held_again is None else forward
+        sizes = {"activation_bytes": larger * stage.activation_bytes, "static_bytes": static}
+        if not self.plan.has_backward(index):
+            return StageCosts(once + forward, **sizes)
         return StageCosts(
             forward=once + forward,
-            input_gradient=once + again + apart * gradient,
-            weight_gradient=once + summed + apart * gradient,
-            full_backward=once + again + summed + 2 * gradient,
-            activation_bytes=larger * stage.activation_bytes,
-            static_bytes=static,
+            input_gradient=once + again + apart * back,
+            weight_gradient=once + summed + apart * weights,
+            full_backward=once + again + summed + back + weights,
             repeated=again,
+            **sizes,
         )
 
     def step(self, num_ranks: int | None = None) -> StepTimeline:

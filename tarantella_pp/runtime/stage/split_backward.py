@@ -37,6 +37,8 @@ class SplitBackward:
         self._seeds: dict[int, Sequence[tf.Tensor]] = {}
         self._num_outputs = len(trace.outputs)
         self._num_back = len(trace.input_gradients)
+        # Where all up to here is frozen nothing was kept, and there is nothing to compute.
+        self._has_gradients = bool(trace.input_gradients or trace.weight_gradients)
         seeds = [tf.TensorSpec(seed.shape, seed.dtype) for seed in trace.seeds]
         self._signatures = [[_KEY, _FLAG, *seeds], [_KEY, *seeds], [_KEY, _FLAG]]
         self._forward = CompiledFunction(self._run_forward, [_KEY, *specs])
@@ -68,6 +70,8 @@ class SplitBackward:
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
+        if not self._has_gradients:
+            return []
         gradients = self._backward(_key(key), _flag(self._module.accumulator.begin()), *seeds)
         self._collect(gradients[self._num_back :])
         return gradients[: self._num_back]

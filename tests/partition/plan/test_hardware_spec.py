@@ -20,7 +20,7 @@ from tarantella_pp.partition.plan.hardware_spec import (
     node_work,
     roofline_seconds,
 )
-from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, stage_seconds
+from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, planned_step, stage_seconds
 from tests.helpers.commands import Command
 from tests.zoo import models
 
@@ -45,17 +45,39 @@ def test_what_moves():
     assert table == NodeWork(0, 4 * (2 * 5 + 2 * 5 * 8), 0)  # no more of it than is picked
 
 
+def both_ways(work, rows, machine):
+    """Seconds forward and backward, of which gradients of inputs and of weights take a half."""
+    found = roofline_seconds(work, rows, machine)
+    assert all(back == weights for _, back, weights in found)
+    return [(forward, back + weights) for forward, back, weights in found]
+
+
 def test_the_longer_of_both_counts():
     work = (NodeWork(100.0, 1.0, 0.0), NodeWork(1.0, 40.0, 80.0))
-    assert roofline_seconds(work, 2, HardwareSpec(10.0)) == [(20.0, 40.0), (0.2, 0.4)]
+    assert both_ways(work, 2, HardwareSpec(10.0)) == [(20.0, 40.0), (0.2, 0.4)]
     machine = HardwareSpec(10.0, memory_bandwidth=4.0)
     for rows in (1, 2):
         moved = (rows * 40 + 80) / 4  # weights come anew
         seconds = [(10.0 * rows, 20.0 * rows), (moved, 2 * moved)]
-        assert roofline_seconds(work, rows, machine) == seconds
+        assert both_ways(work, rows, machine) == seconds
         slow = msgspec.structs.replace(machine, weight_bandwidth=8.0)
         laid_out = [(10.0 * rows, 20.0 * rows), (10 + 10 * rows, 20 + 20 * rows)]
-        assert roofline_seconds(work, rows, slow) == laid_out
+        assert both_ways(work, rows, slow) == laid_out
+
+
+def test_gradients_that_nobody_needs():
+    """Frozen layers have none before the first trained one, adapters small ones."""
+    x = keras.Input((4,))
+    frozen, adapted, fixed, trained = (layers.Dense(4, use_bias=False) for _ in range(4))
+    y = trained(layers.ReLU()(fixed(adapted(frozen(x)))))
+    adapted.enable_lora(1)
+    frozen.trainable = fixed.trainable = False
+    plan = tnt.make_plan(keras.Model(x, y), 4, balance=[1, 1, 1, 2], machine=HardwareSpec())
+    needed = [work.needed for work in plan.work]
+    assert needed == [(0, 0), (1, 8 / 24), (1, 0), (1, 1), (1, 1)]
+    assert [plan.has_backward(stage) for stage in range(4)] == [False, True, True, True]
+    step = planned_step(plan)
+    assert step.busy_seconds[0] < step.busy_seconds[2]
 
 
 def test_losses_count():
@@ -71,7 +93,7 @@ def test_losses_count():
     work = {node.kind: one for node, one in zip(graph.nodes, node_work(graph), strict=True)}
     assert work["Reshape"] == NodeWork(60, 0, 0)
     assert work["Dense"].flops == 2 * 4 * 3 + 3 + 3 + 45  # the last one
-    assert roofline_seconds((NodeWork(0.0, 0.0, 0.0),), 2, HardwareSpec(10.0)) == [(0.0, 0.0)]
+    assert both_ways((NodeWork(0.0, 0.0, 0.0),), 2, HardwareSpec(10.0)) == [(0.0, 0.0)]
 
 
 def test_a_plan_is_played_on_any_machine():
@@ -88,7 +110,7 @@ def test_a_plan_is_played_on_any_machine():
         msgspec.structs.replace(plan, work=plan.work[1:])
     of_before = json.loads(plan.to_json())
     for work in of_before["work"]:
-        work += ["product", 0.0, []]
+        work[3:] = ["product", 0.0, []]
     of_before["machine"]["product"] = None
     assert tnt.Plan.from_json(json.dumps(of_before)) == plan
 

@@ -380,7 +380,6 @@ class Checkpoint(keras.callbacks.Callback):
         return any(self._ranks.allgather_json(self.preempted))
 
     def _leave(self) -> None:
-        """Ends this rank, as all others do."""
         self._tell(f"ends after step {self._step}, as SIGTERM asks: start it again to go on")
         sys.exit(EXIT_CODE)
 

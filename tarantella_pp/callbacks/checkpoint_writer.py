@@ -118,7 +118,6 @@ class CheckpointWriter:
 def _gathered(
     answers: Sequence[list[Any]],
 ) -> tuple[tuple[SavedFile, ...], dict[str, SavedTensor]]:
-    """The files of all ranks, and their tensors."""
     files: list[SavedFile] = []
     tensors: dict[str, SavedTensor] = {}
     for name, size, sha256, rank, stages, found in filter(None, answers):

@@ -269,7 +269,6 @@ def _written(nanoseconds: int) -> float:
 
 
 def _look(what: Action | str) -> tuple[str, str]:
-    """Returns name and category."""
     if isinstance(what, Compute):
         return str(what), _KINDS[what.kind]
     if not isinstance(what, Transfer):

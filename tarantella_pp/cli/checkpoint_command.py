@@ -76,7 +76,6 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _list(read: dict[Path, Manifest | str]) -> Any:
-    """The table of all checkpoints."""
     from tarantella_pp.partition.graph.units import format_bytes
 
     rows: list[tuple[Any, ...]] = []
@@ -92,7 +91,6 @@ def _list(read: dict[Path, Manifest | str]) -> Any:
 
 
 def _details(manifest: Manifest) -> Iterator[Any]:
-    """What is in a checkpoint."""
     from tarantella_pp.partition.graph.units import format_bytes
 
     rows = [

@@ -137,7 +137,6 @@ def _application(name: str) -> Any:
 
 
 def _called(source: str) -> Any:
-    """Calls the function that makes a model."""
     place, _, name = source.rpartition(":")
     script = existing_file(place) if place.endswith(".py") else None
     known = script is not None or all(part.isidentifier() for part in place.split("."))

@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_make(parser: argparse.ArgumentParser) -> None:
-    """Adds what a plan is asked for."""
     parser.usage = "%(prog)s MODEL --stages S [options]"
     add = parser.add_argument
     add("model", metavar="MODEL", help=inputs.HELP)

@@ -102,7 +102,6 @@ def _machine(arguments: argparse.Namespace, planned: HardwareSpec | None) -> Har
 def _summary(
     simulation: PlanSimulation, step: StepTimeline, point: ScalePoint, balance: float
 ) -> list[Any]:
-    """Makes the lines at the top."""
     from rich.text import Text
 
     plan, sums = simulation.plan, point.exposed_seconds
@@ -123,7 +122,6 @@ def _summary(
 
 
 def _rank_table(step: StepTimeline) -> Any:
-    """The ranks of one pipeline."""
     rows = []
     for rank, (busy, peak) in enumerate(zip(step.busy_seconds, step.peak_bytes, strict=True)):
         stages = " ".join(str(s) for s, owner in enumerate(step.placement) if owner == rank)
@@ -133,7 +131,6 @@ def _rank_table(step: StepTimeline) -> Any:
 
 
 def _curve_table(curve: list[ScalePoint]) -> Any:
-    """The scaling curve."""
     rows = [
         (
             f"{point.num_ranks:,}",

@@ -101,7 +101,6 @@ def place(
 
 
 def _host(path: str, number: int, text: str) -> Host:
-    """Reads one line."""
     match = _LINE.fullmatch(text)
     slots = None if match is None else match["count"] or match["slots"]
     if match is None or (slots and not int(slots)):

@@ -87,7 +87,6 @@ def _stand_for(keeper: int) -> int:
 
 
 def _start_rank(parent: int) -> int:
-    """Starts the rank and looks after it."""
     os.setsid()  # signals of MPI are for what stands for the rank alone
     die_with_parent(parent, _ALONE)
     size = int(os.environ[SIZE_VARIABLE])

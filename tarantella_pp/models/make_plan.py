@@ -282,7 +282,6 @@ def _schedules(given: Any, planner: Planner, num_stages: int, num_ranks: int) ->
 
 
 def _shapes(options: PlanOptions, per_rank: int) -> list[Shape]:
-    """Returns what to choose from."""
     num_stages, num_replicas, num_ranks = (
         None if value is None else checked_count(name, value)
         for name in ("num_stages", "num_replicas", "num_ranks")

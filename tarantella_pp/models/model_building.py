@@ -291,7 +291,6 @@ def _built(
 
 
 def _wrapped(model: Any, options: Mapping[str, Any], kind: Any = None) -> Any:
-    """Makes a model a distributed one."""
     subclassed = hides_its_graph(model) and not isinstance(model, keras.Sequential)
     if kind is None:
         whole = (subclassed or has_own_steps(model)) and OF_STAGES.isdisjoint(options)

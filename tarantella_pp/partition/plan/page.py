@@ -101,7 +101,6 @@ def _shown(value: Any) -> Any:
 
 
 def _memory_parts(stage: StagePlan) -> dict[str, int]:
-    """The bytes of each part of a stage's memory."""
     return {
         "weights": stage.parameter_bytes + stage.constant_bytes,
         "gradients": stage.gradient_bytes,

@@ -118,7 +118,6 @@ def _targets(cuts: Sequence[CutEdge]) -> list[int]:
 
 
 def _middle(top: int, row: int) -> int:
-    """The height of the middle of a box."""
     return top + HEAD + row * PITCH + BOX_HEIGHT // 2
 
 

@@ -30,7 +30,6 @@ from tarantella_pp.runtime.executor import (
     is_busy,
     is_wait,
 )
-from tarantella_pp.schedule import Action, Compute, Transfer
 
 # The trace is in Google's "Trace Event Format": a process for each rank, with a track each for what
 # it computes, for its messages and for its steps, and an arrow from each send to its receive.
@@ -42,9 +41,9 @@ _INSIDE = 10  # nanoseconds: what belongs to a slice must not be at its very end
 TraceEvent = dict[str, Any]
 
 _COLUMNS: dict[str, Callable[[Span], bool]] = {
-    "F": lambda span: isinstance(span.what, Compute) and span.what.kind == "F",
-    "B": lambda span: isinstance(span.what, Compute) and span.what.kind in ("B", "BW"),
-    "W": lambda span: isinstance(span.what, Compute) and span.what.kind == "W",
+    "F": lambda span: span.kind == "F",
+    "B": lambda span: span.kind in ("B", "BW"),
+    "W": lambda span: span.kind == "W",
     "Update": lambda span: span.what == UPDATE,
     "Wait": lambda span: is_wait(span.what),
 }
@@ -240,11 +239,11 @@ class _Trace:
                 facts.pop("operation", None)
                 facts["step"] = step.number
                 start, end = self.add_slice(rank, track, span, zero, facts)
-                if isinstance(span.what, Transfer):
-                    key = (span.what.direction, span.what.message)
+                if (transfer := span.transfer) is not None:
+                    key = (transfer.direction, transfer.message)
                     number = numbers.setdefault(key, next(self._arrows))
                     # At the start of a send, just before the end of a receive.
-                    sends = span.what.operation == "S"
+                    sends = transfer.operation == "S"
                     kind = {"ph": "s"} if sends else {"ph": "f", "bp": "e"}
                     moment = _written(start if sends else max(start, end - _INSIDE))
                     message = {"id": number, "name": "message", "cat": "message", "ts": moment}
@@ -254,7 +253,7 @@ class _Trace:
         self, process: int, track: int, span: Span, zero: float, facts: dict[str, Any]
     ) -> tuple[int, int]:
         """Adds what a rank does for a while; returns from when to when, in nanoseconds."""
-        name, category = _look(span.what)
+        name, category = _look(span)
         start, end = (math.floor(1e9 * (moment - zero)) for moment in (span.start, span.end))
         times = {"ts": _written(start), "dur": _written(max(0, end - start - 1))}
         self._add(process, track, ph="X", name=name, cat=category, args=facts, **times)
@@ -268,11 +267,12 @@ def _written(nanoseconds: int) -> float:
     return (nanoseconds + 0.25) / 1000
 
 
-def _look(what: Action | str) -> tuple[str, str]:
-    if isinstance(what, Compute):
-        return str(what), _KINDS[what.kind]
-    if not isinstance(what, Transfer):
-        return str(what), "wait" if is_wait(what) else "step"
-    verb = "send" if what.operation == "S" else "receive"
-    name = f"{verb} {what.direction}{what.micro_batch} {what.source}>{what.target}"
-    return name, "wait" if is_wait(what) else "send"
+def _look(span: Span) -> tuple[str, str]:
+    waits, transfer = is_wait(span.what), span.transfer
+    if span.kind is not None:
+        return str(span.what), _KINDS[span.kind]
+    if transfer is None:
+        return str(span.what), "wait" if waits else "step"
+    verb = "send" if transfer.operation == "S" else "receive"
+    name = f"{verb} {transfer.direction}{transfer.micro_batch} {transfer.source}>{transfer.target}"
+    return name, "wait" if waits else "send"

@@ -20,6 +20,7 @@ from tarantella_pp.schedule import (
     Compute,
     Direction,
     Event,
+    Kind,
     Message,
     Reduce,
     Schedule,
@@ -195,6 +196,16 @@ class Span(NamedTuple):
     what: Action | str  # an action of the schedule, or one of the names above
     start: float  # seconds of the rank's own clock
     end: float  # seconds of the rank's own clock
+
+    @property
+    def kind(self) -> Kind | None:
+        """Which computation it was, if it was one."""
+        return self.what.kind if isinstance(self.what, Compute) else None
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """The message that was sent or waited for, if it was one."""
+        return self.what if isinstance(self.what, Transfer) else None
 
 
 class Recorder:

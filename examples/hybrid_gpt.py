@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sysconfig
 import time
 from pathlib import Path
@@ -62,8 +63,7 @@ def load_text() -> tuple[np.ndarray, np.ndarray]:
     """Returns the sources in numbers: most of them to train on, the last ones to test on."""
     folder = Path(sysconfig.get_path("stdlib"))
     sources = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))]
-    known = set(CHARACTERS)
-    text = "".join(c for source in sources for c in source if c in known)
+    text = re.sub(r"[^\n -~]", "", "".join(sources))
     numbers = encode(text)
     end = len(numbers) * 9 // 10
     return numbers[:end], numbers[end:]

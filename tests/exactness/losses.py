@@ -14,7 +14,7 @@ from keras import layers, losses, ops
 
 from tests.exactness import expected
 from tests.exactness.classes import classes_in
-from tests.exactness.trials import ROUNDING, Part, Trial, training
+from tests.exactness.trials import EVENLY, ROUNDING, UNEVENLY, Part, Trial, training
 from tests.helpers.draws import more_asked_for
 from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 
@@ -105,8 +105,10 @@ def targets_of(name: str) -> Any:
     return ONE_HOT
 
 
-ALONE = ("CTC", "Circle", "Dice", "Tversky", "*(axis*", "a subclass")
-"""Others in the same model would be computed on the whole batch, as these are, or in float32."""
+WHOLE = ("Dice", "Tversky", "*(axis*", "a subclass")
+"""Computed on the whole batch, and with them all others of the same model."""
+ALONE = ("CTC", "Circle", "*(axis*, none, *")
+"""In float32, with another model, or with values of a shape that others do not have."""
 
 
 class Way(NamedTuple):
@@ -143,8 +145,10 @@ def _is_in_keras(way: Way) -> bool:
 
 
 def _part(way: Way) -> Part:
-    alone = way.reduction == "none" or any(fnmatch(way.name, pattern) for pattern in ALONE)
-    return Part(_title(way), way, None if alone else way.masks_and_weights)
+    title = _title(way)
+    whole = way.reduction == "none" or any(fnmatch(way.name, pattern) for pattern in WHOLE)
+    alone = any(fnmatch(title, pattern) or way.name == pattern for pattern in ALONE)
+    return Part(title, way, None if alone else (way.masks_and_weights, whole))
 
 
 def trial(parts: Sequence[Part]) -> Trial:
@@ -166,4 +170,6 @@ def trial(parts: Sequence[Part]) -> Trial:
         {} if weights is None else {"sample_weight": one_or_all([weights] * len(ways))},
     )
     limit = 1e-5 if ways[0].name == "CTC" else ROUNDING  # TensorFlow computes it in float32
-    return Trial(case, training, limit)
+    # Micro-batches that are not all of one size are traced for both.
+    rows = EVENLY if weights is None else UNEVENLY
+    return Trial(case, functools.partial(training, rows=rows), limit=limit)

@@ -11,7 +11,7 @@ import numpy as np
 from keras import layers, metrics, ops
 
 from tests.exactness.classes import arguments_of, classes_in
-from tests.exactness.trials import ROUNDING, Part, Trial
+from tests.exactness.trials import EVENLY, ROUNDING, UNEVENLY, Part, Trial, steps
 from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 
 NOT_TRIED = {"Metric": "the base class of all metrics"}
@@ -134,4 +134,5 @@ def trial(parts: Sequence[Part]) -> Trial:
 
     build = functools.partial(model_of, *MODELS[model], watched=makers if inside else ())
     limit = 1e-5 if model == "narrow" else ROUNDING
-    return Trial(Case(build, X, TARGETS[targets], compiled, WEIGHTS), limit=limit)
+    run = functools.partial(steps, rows=UNEVENLY if inside else EVENLY)
+    return Trial(Case(build, X, TARGETS[targets], compiled, WEIGHTS), run, limit=limit)

@@ -12,7 +12,7 @@ import numpy as np
 from keras import layers, optimizers
 
 from tests.exactness.classes import arguments_of, classes_in
-from tests.exactness.trials import EVENLY, Part, Trial, training
+from tests.exactness.trials import Part, Trial, training
 from tests.helpers.training import SAMPLES, Case, integers
 
 NOT_TRIED = {
@@ -98,4 +98,4 @@ def trial(parts: Sequence[Part]) -> Trial:
         return {"optimizer": part.value(), "loss": loss}
 
     case = Case(build, IDS, LABELS, compiled, WEIGHTS)
-    return Trial(case, functools.partial(training, rows=EVENLY))
+    return Trial(case, training)

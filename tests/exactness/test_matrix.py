@@ -45,6 +45,7 @@ def test_all_of_keras_on_two_ranks(kinds):
             assert table.row(kind, verdicts) in table.PAGE.read_text()
 
 
+@pytest.mark.slow
 def test_a_wrong_share_of_a_micro_batch_is_noticed(monkeypatch):
     honest = BatchStep.loss_gradients
 

@@ -171,6 +171,19 @@ CASES = {
 }
 
 
+def evenly(case: Case) -> Case:
+    """A case without its last batch, which is smaller: stages are traced for one size then."""
+
+    def first(part: Any) -> Any:
+        return part[: SAMPLES // BATCH * BATCH] if isinstance(part, np.ndarray) else part
+
+    x, y, fit = (keras.tree.map_structure(first, part) for part in (case.x, case.y, case.fit))
+    return dataclasses.replace(case, x=x, y=y, fit=fit)
+
+
+CASES |= {f"{name}, evenly": evenly(case) for name, case in CASES.items()}
+
+
 def refused(call: Callable[[], object]) -> str:
     """The message with which a call is refused, or nothing."""
     try:
@@ -242,6 +255,15 @@ def compiled_once(build: Callable[..., keras.Model]) -> Callable[..., keras.Mode
         return model
 
     return restarted
+
+
+def begin_again(model: keras.Model, start: list[np.ndarray]) -> keras.Model:
+    """Has a model, also one on ranks, forget its training; to compile it anew takes longer."""
+    model.set_weights(start)
+    for variable in model.optimizer.variables:
+        if variable is not model.optimizer.learning_rate:
+            variable.assign(keras.ops.zeros_like(variable))
+    return model
 
 
 @functools.cache

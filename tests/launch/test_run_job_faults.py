@@ -59,7 +59,7 @@ def test_a_rank_that_leaves_while_others_wait_ends_the_job(python):
     assert "the script's end on rank 1" in result.stderr
 
 
-@pytest.mark.parametrize("started", [[], ["started"]])
+@pytest.mark.parametrize("started", [["started"], pytest.param([], marks=pytest.mark.slow)])
 def test_a_rank_that_never_comes_is_waited_for_as_long_as_is_allowed(python, started):
     with tarantella(python, "-n", "2", "early.py", *started, TNT_TIMEOUT="2") as job:
         result = job.result()

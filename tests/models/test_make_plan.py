@@ -217,6 +217,7 @@ def resnet():
     return extract(keras.applications.ResNet50(weights=None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_micro_batches": 16}])
 def test_the_default_is_the_fastest_plan(resnet, options):
     given = {"batch_size": 64, **options}

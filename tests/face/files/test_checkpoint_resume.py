@@ -120,7 +120,11 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("kind", DATA)
+QUICK = ("arrays", "PyDataset", "tf.data", "tf.data of unknown length", "generator")
+KINDS = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in DATA]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_data_go_on_where_they_were(tmp_path, caplog, kind):
     for step in STOPS.get(kind, (6,)):
         run(tmp_path, At(step, stop), data=DATA[kind])
@@ -129,6 +133,7 @@ def test_data_go_on_where_they_were(tmp_path, caplog, kind):
     assert ("batches again to come back" in caplog.text) == reads_again
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_scaled_goes_on_with_its_scale(tmp_path):
     @compiled_once
     def begin():
@@ -146,6 +151,7 @@ def test_a_loss_that_is_scaled_goes_on_with_its_scale(tmp_path):
     assert train(tnt.callbacks.Checkpoint(tmp_path)) == expected
 
 
+@pytest.mark.slow
 def test_each_sample_is_seen_once_in_an_epoch_without_a_seed(tmp_path):
     x = 100.0 + np.arange(22.0)[:, None] * np.ones((1, 6))
 
@@ -216,6 +222,7 @@ def writing(folder):
     ]
 
 
+@pytest.mark.slow
 def test_callbacks_of_keras_that_write_go_on(tmp_path):
     once, again = tmp_path / "once", tmp_path / "again"
     fit = {"validation_split": 0.1, "every": 1, "ema": True}

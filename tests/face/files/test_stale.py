@@ -113,6 +113,7 @@ def read_everything(folder):
     return found
 
 
+@pytest.mark.slow
 def test_reads_on_the_wrong_rank(tmp_path):
     run = mpi_run(2, read_everything, str(tmp_path), timeout=250).check()
     reads, turns = 8, take_turns(lambda model: model)

@@ -51,10 +51,16 @@ def towers():
 
 
 def several():
-    """Kinds of weights have optimizers of their own, of which one rank has not all; scaled."""
+    """Kinds of weights have optimizers of their own, of which one rank has not all; scaled.
+
+    Some slots are unlike weights.
+    """
     kinds = keras.optimizers.OptimizerMap(
         keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
-        {".*hidden/kernel": keras.optimizers.Adam(1e-2), "dense.*": keras.optimizers.Lion(1e-3)},
+        {
+            ".*hidden/kernel": keras.optimizers.Adam(1e-2),
+            "dense.*": keras.optimizers.Adafactor(1e-2),
+        },
     )
     several = keras.optimizers.MultiOptimizer(kinds)
     return keras.optimizers.LossScaleOptimizer(several, dynamic_growth_steps=2)
@@ -76,10 +82,8 @@ OPTIMIZERS = {
     if issubclass(kind, keras.optimizers.Optimizer)
     and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
 } | {SEVERAL: several, TIED: averaging}
-# Each kind of state once: several optimizers, averages, slots unlike weights, slots of no weight.
-NAMES = [SEVERAL, TIED, "Adafactor", "Nadam"]
-if more_asked_for():
-    NAMES = sorted(OPTIMIZERS)
+# The last one has a slot of no weight, which Keras does not save beneath a `MultiOptimizer`.
+NAMES = sorted(OPTIMIZERS) if more_asked_for() else [SEVERAL, TIED, "Nadam"]
 
 
 def data_of(name):
@@ -151,6 +155,7 @@ def check(name, folder, slots):
     assert len(slots) == 1 or max(slots) < every or every < 10, name
 
 
+@pytest.mark.slow
 def test_a_break_changes_nothing_with_several_stages_in_one_process(tmp_path):
     begun(TIED, tmp_path, num_stages=2)
     check(TIED, tmp_path, [resumed(TIED, tmp_path, num_stages=2)])

@@ -12,7 +12,15 @@ import tensorflow as tf
 import tarantella_pp as tnt
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import X, Y, distance, refused, sgd, use_float64
+from tests.helpers.training import (
+    X,
+    Y,
+    begin_again,
+    distance,
+    refused,
+    sgd,
+    use_float64,
+)
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
@@ -36,14 +44,6 @@ def plain():
 def pipeline():
     keras.utils.set_random_seed(1)
     return compiled(tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=2))
-
-
-def begin_again(model, start):
-    """Has a model forget its training, which takes less time than to compile it again."""
-    model.set_weights(start)
-    for variable in model.optimizer.variables:
-        variable.assign(keras.ops.zeros_like(variable))
-    model.optimizer.learning_rate = RATE
 
 
 class Stop(keras.callbacks.Callback):
@@ -158,7 +158,7 @@ def change_rates(model, start):
     for callback in (Rate(hook, rank) for hook, rank in HOOKS.items()):
         model.optimizer.learning_rate = RATE
         texts.append(refused(lambda: model.fit(X, Y, callbacks=[callback], **QUIET)))  # noqa: B023
-    begin_again(model, start)
+    begin_again(model, start).optimizer.learning_rate = RATE
     if tnt.get_rank():
         model.optimizer.learning_rate = 0.125
     texts.append(refused(lambda: model.fit(X, Y, **QUIET)))

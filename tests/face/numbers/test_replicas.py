@@ -31,9 +31,9 @@ from tests.zoo.models import mlp
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
 SHARDED = [
-    ("regularized", 1, 2, "adamw"),
+    ("regularized, evenly", 1, 2, "adamw"),
     ("embedding_adamw", 2, 1, "averaging"),
-    ("tied_blocks", 2, 2, "clipped"),
+    ("tied_blocks, evenly", 2, 2, "clipped"),
 ]
 OPTIMIZERS = {
     "adamw": adamw,

@@ -88,6 +88,7 @@ def be_late_and_differ() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.mpi
 def test_late_ranks_get_what_was_sent_and_calls_that_differ_are_refused_on_all():

@@ -41,7 +41,9 @@ NO_SINGLE_COPY = {
 
 @needs_mpi
 @pytest.mark.mpi
-@pytest.mark.parametrize(("ranks", "env"), [(2, NO_SINGLE_COPY), (3, {})])
+@pytest.mark.parametrize(
+    ("ranks", "env"), [(3, {}), pytest.param(2, NO_SINGLE_COPY, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_several_ranks(python: str, ranks: int, env: dict[str, str]) -> None:
     env = {"TNT_TIMEOUT": "20", **env}

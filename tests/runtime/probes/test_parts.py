@@ -82,6 +82,7 @@ def outcome(model, x=X):
     return [*found, *weights, model.evaluate(x, Y, batch_size=7, verbose=0)]
 
 
+@pytest.mark.slow
 def test_sums_and_means_are_told_apart_and_are_exact():
     """Also some that are zero at first, for these samples or for all of them."""
     found = []
@@ -102,6 +103,7 @@ def test_so_they_are_where_nothing_but_integers_goes_in():
     assert distance(plain, outcome(piped, IDS)) < 1e-10
 
 
+@pytest.mark.slow
 def test_so_they_are_behind_random_layers():
     """Of the same masks for each number of micro-batches, as only the first rows are looked at."""
     found = []

@@ -295,6 +295,7 @@ def test_tables_are_not_taken_for_samples_whatever_their_number():
         piped(model, stages=5).train_on_batch(RNG.normal(size=(6, 6)), Y)
 
 
+@pytest.mark.slow
 def test_numbers_with_a_fixed_seed_are_those_of_a_batch_of_the_size_of_a_micro_batch():
     """The gradient of a batch is the mean of those of its micro-batches, each a batch of Keras."""
 
@@ -422,7 +423,7 @@ class Experts(layers.Layer):
         return shape
 
 
-@pytest.fixture(params=["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)])
+@pytest.fixture(params=["float32", "mixed_bfloat16"])
 def precision(request):
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy(request.param)
@@ -438,6 +439,7 @@ def slightly_counted(layer, x, _):
     return x + layer.gain * 1e-6 * ops.cast(ops.shape(x)[0], x.dtype)
 
 
+@pytest.mark.slow
 def test_what_is_mixed_in_ever_so_little_is_told_from_rounding(precision):
     inputs = keras.Input((12, 16))
     x = Experts()(layers.LayerNormalization()(layers.Dense(16)(inputs)))

@@ -43,6 +43,7 @@ def trained(rows, options, steps=3, **kinds):
     return averages(model)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*batch:UserWarning")
 def test_they_are_those_of_the_batch_where_a_layer_is_called_twice_with_masks():
     rows = ROWS.copy()

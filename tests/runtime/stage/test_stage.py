@@ -182,7 +182,10 @@ def check(stage, graph, limit):
         compare(end, [v.numpy() for v in states(stage)], limit)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.slow) if k in ("attention", "lstm") else k for k in KINDS],
+)
 def test_kinds_of_layers(kind):
     with in_precision("float64", "float64"):
         stage, graph = stage_of(*KINDS[kind])
@@ -211,7 +214,7 @@ def test_a_micro_batch_keeps_the_operands_of_its_products():
     assert stage.residual_bytes == (width + 5 + 3) * row  # inputs of both layers, outputs of both
 
 
-@pytest.mark.parametrize("kind", ["bottleneck", "attention"])
+@pytest.mark.parametrize("kind", ["bottleneck", pytest.param("attention", marks=pytest.mark.slow)])
 def test_recomputation_repeats_random_numbers_and_statistics(kind):
     with in_precision("float64", "float64"):
         plain, _ = stage_of(*KINDS[kind])

@@ -50,7 +50,10 @@ def __getattr__(name: str) -> Any:
 
         value = metadata.version("tarantella-pp")
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; docs/tarantella.md says what takes "
+            "the place of Tarantella's"
+        )
     globals()[name] = value
     return value
 

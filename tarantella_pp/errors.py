@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -55,6 +56,27 @@ class StaleWeightError(TarantellaError, RuntimeError):
 
 class ReplicaError(TarantellaError, RuntimeError):
     """Replicas of a model, which must have the same weights, have not."""
+
+
+# What users of Tarantella are used to pass, and what they mean here.
+_OF_TARANTELLA = {
+    "num_pipeline_stages": "Here that is num_micro_batches.",
+    "parallel_strategy": "tnt.Model is data parallel, tnt.PipelineModel has stages and replicas.",
+    "tnt_micro_batch_size": "Here batch_size is the whole batch, over all ranks.",
+    "tnt_validation_micro_batch_size": "Here validation_batch_size is that of all ranks.",
+    "tnt_save_all_devices": "One file has all that any number of ranks needs.",
+    **dict.fromkeys(
+        ("tnt_distribute_dataset", "tnt_distribute_validation_dataset"),
+        "Give all ranks the whole data, or a function of a tf.distribute.InputContext.",
+    ),
+}
+
+
+def refuse_former_options(what: str, given: Iterable[str]) -> None:
+    """Refuses options that only Tarantella has, and says what takes their place."""
+    for name in _OF_TARANTELLA.keys() & given:
+        meaning = _OF_TARANTELLA[name]
+        raise TypeError(f"{what} has no option '{name}'. {meaning} See docs/tarantella.md.")
 
 
 def checked_count(name: str, value: Any) -> int:

@@ -97,6 +97,9 @@ def build_without_weights(source: str) -> Any:
         from tarantella_pp.partition.graph.node_link import load_graph
 
         return load_graph(existing_file(source))
+    file = source if source.endswith(".keras") else source.rpartition(":")[0]
+    if file.endswith((".keras", ".py")):
+        existing_file(file)  # before what takes seconds is loaded
     with quiet_keras(f"keras.applications.{source}" if source.isidentifier() else source):
         from tarantella_pp.models.deferred_init import described_model, only_shapes
     with only_shapes():

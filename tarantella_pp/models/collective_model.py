@@ -96,10 +96,11 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         """
         self._engine.weights.gather()
 
-    @collective()
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
-        """Returns all weights, on every rank; all ranks must call it."""
-        self._engine.weights.gather()
+        """Returns all weights, on every rank; all ranks of several stages must call it."""
+        if self._engine.groups.pipeline.size > 1:
+            with self._engine.communicator.call("get_weights"):
+                self._engine.weights.gather()
         weights: list[np.ndarray[Any, Any]] = super().get_weights()
         return weights
 

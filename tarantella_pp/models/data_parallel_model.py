@@ -14,7 +14,12 @@ from tarantella_pp.callbacks.checkpoint import Checkpoint
 from tarantella_pp.callbacks.file_replacement import replace_file
 from tarantella_pp.callbacks.rank_rules import listed
 from tarantella_pp.custom_steps.replica_steps import ReplicaSteps
-from tarantella_pp.errors import ConfigurationError, UnsupportedModelError, checked_count
+from tarantella_pp.errors import (
+    ConfigurationError,
+    UnsupportedModelError,
+    checked_count,
+    refuse_former_options,
+)
 from tarantella_pp.internals.functional import hides_its_graph, own_metrics
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.pipeline_model import PipelineModel
@@ -86,6 +91,7 @@ class Model(PipelineModel):
         inputs: Any = None,
         **options: Any,
     ) -> None:
+        refuse_former_options(type(self).__name__, options)
         for name in OF_STAGES & {*options}:
             raise TypeError(f"{type(self).__name__} has no option '{name}': it is one stage.")
         super().__init__(

@@ -11,6 +11,7 @@ import pytest
 from tarantella_pp.errors import ConfigurationError, TarantellaError
 from tarantella_pp.models.data_parallel_model import Model, Sequential
 from tarantella_pp.models.make_plan import make_plan
+from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import (
     CASES,
@@ -119,6 +120,8 @@ def train_subclassed(folder):
     called, predicted = model({"a": X}), model.predict({"a": X}, verbose=0)
     found["called"] = [np.asarray(p["p"]).tolist() for p in (called, predicted)]
     found["refused"] = refused(lambda: model({"a": X}, training=True))
+    if world().rank == 0:  # each rank has all weights
+        model.get_weights()
     model.save(f"{folder}/m.keras")
     saved = keras.saving.load_model(f"{folder}/m.keras", custom_objects={"Residual": Residual})
     again = Model(saved)
@@ -161,6 +164,26 @@ class Eager(keras.Model):
 def test_what_is_refused_says_why(wrap, message):
     with pytest.raises(TarantellaError, match=message):
         wrap()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda _: Model(mlp(), num_pipeline_stages=2),
+            "Model has .*'num_pipeline_stages'.*num_mi",
+        ),
+        (
+            lambda model: model.fit(X, tnt_micro_batch_size=8),
+            "Model.fit .*'tnt_micro_.*whole batch",
+        ),
+        (lambda model: model.evaluate(X, tnt_distribute_dataset=False), "Model.evaluate .*Input"),
+        (lambda model: model.save("m.keras", tnt_save_all_devices=True), "Model.save .*One file"),
+    ],
+)
+def test_options_of_tarantella_are_refused_with_what_they_are_here(call, message):
+    with pytest.raises(TypeError, match=message):
+        call(Model(mlp()))
 
 
 def test_layers_that_are_not_built_are_called_with_inputs():

@@ -16,6 +16,8 @@ from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import StagePlan, common_limit
 from tarantella_pp.partition.plan.plan_simulation import stage_seconds
 
+# Share of the work below which a stage without weights is none.
+IDLE = 0.01
 _WORK = "Work = time by arithmetic or by memory traffic, whichever takes longer."
 
 
@@ -133,6 +135,10 @@ def _footer(plan: PlanData) -> list[str]:
     lines += [f"No split backward pass, {reason}." for reason in plan.fallbacks]
     if plan.outputs is not None and plan.outputs.at_once is not None:
         lines.append(f"Outputs of a whole batch are kept: {plan.outputs.at_once}.")
+    work = [sum(parts) for parts in stage_seconds(plan, HardwareSpec(), 1.0)]
+    for i, stage in enumerate(plan.stages):
+        if not stage.parameter_bytes + stage.constant_bytes and work[i] < IDLE * sum(work):
+            lines.append(f"Stage {i} has no weights and next to no work: fewer stages would do.")
     if plan.estimated:
         lines.append(f"Costs are guesses for: {', '.join(plan.estimated)}.")
     return lines

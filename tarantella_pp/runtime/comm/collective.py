@@ -34,6 +34,7 @@ def collective(
 
         @functools.wraps(method)
         def announced(model: Any, *args: Any, **kwargs: Any) -> Any:
+            errors.refuse_former_options(f"{type(model).__name__}.{method.__name__}", kwargs)
             communicator = model._engine.communicator
             if communicator.size == 1 or of_keras_fit(kwargs):
                 return method(model, *args, **kwargs)

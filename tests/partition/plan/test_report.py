@@ -83,6 +83,10 @@ def test_the_footer_says_how_good_the_plan_is():
     assert "Unknown dimensions are counted as 256." in text
     assert "Costs are guesses for: LSTM, Mixer." in text
     assert "No split backward pass, stage 1: why." in text
+    assert "fewer stages" not in text
+    idle = msgspec.structs.replace(plan.stages[0], parameter_bytes=0, constant_bytes=0, flops=0)
+    idle = msgspec.structs.replace(plan, stages=(idle, *plan.stages[1:]), work=())
+    assert "Stage 0 has no weights and next to no work" in as_text(idle, 200)
     assert "bubble" not in text
     assert "on 2 replicas" in text
     assert "0 x2" in text

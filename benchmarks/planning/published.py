@@ -29,8 +29,8 @@ from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.options import GIVEN, PlanOptions, Settings, assignment_of, is_given
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machines
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
+from tarantella_pp.partition.plan.stage_costs import StageCostModel
 from tarantella_pp.partition.planner import Planner
-from tarantella_pp.partition.stage_costs import StageCostModel
 from tarantella_pp.schedule import (
     Costs,
     LinkCosts,

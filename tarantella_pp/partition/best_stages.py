@@ -17,9 +17,9 @@ from tarantella_pp.partition.cut import Cut, Price, Prices, best_cut
 from tarantella_pp.partition.graph.ideals import Array, Blocks, summed
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Weight
 from tarantella_pp.partition.options import Settings
-from tarantella_pp.partition.peak_memory import reduction_bytes
+from tarantella_pp.partition.plan.peak_memory import reduction_bytes
 from tarantella_pp.partition.plan.plan_parts import TOLERANCE, Certificate, CutEdge, StagePlan
-from tarantella_pp.partition.stage_costs import StageCostModel
+from tarantella_pp.partition.plan.stage_costs import StageCostModel
 
 # Stage of each operation.
 Assignment = tuple[int, ...]

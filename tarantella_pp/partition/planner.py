@@ -25,7 +25,7 @@ from tarantella_pp.partition.plan.gradient_buckets import bucket_bytes, gradient
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork, node_work
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import PlanConfig
-from tarantella_pp.partition.stage_costs import StageCostModel
+from tarantella_pp.partition.plan.stage_costs import StageCostModel
 
 #: Layers whose forward pass is not repeated: TensorFlow keeps its loops with all they made.
 LOOPS = (

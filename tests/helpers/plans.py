@@ -12,7 +12,7 @@ from tarantella_pp.partition.graph.layer_graph import (
 )
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import Certificate, PlanConfig
-from tarantella_pp.partition.stage_costs import StageCostModel
+from tarantella_pp.partition.plan.stage_costs import StageCostModel
 
 
 def chain_graph(length=4, width=8):

@@ -16,7 +16,7 @@ from tarantella_pp.partition.best_stages import best_solution, wires
 from tarantella_pp.partition.graph import ideals
 from tarantella_pp.partition.graph.ideals import Blocks
 from tarantella_pp.partition.options import PlanOptions
-from tarantella_pp.partition.stage_costs import StageCostModel
+from tarantella_pp.partition.plan.stage_costs import StageCostModel
 from tests.helpers.pictured import graphs
 
 

@@ -1,6 +1,6 @@
 """What the backward pass of a call needs again, by rules for TensorFlow's gradients.
 
-The rules were read off traced gradient graphs; `tests/partition/test_stage_costs.py` traces
+The rules were read off traced gradient graphs; `tests/partition/plan/test_stage_costs.py` traces
 layers and holds the rules to them.
 """
 

@@ -14,7 +14,15 @@ import numpy.typing as npt
 from tarantella_pp.partition.graph.ideals import crossings
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Tensor, Weight
 from tarantella_pp.partition.graph.units import sample_shape
-from tarantella_pp.partition.peak_memory import (
+from tarantella_pp.partition.plan.gradient_buckets import weight_replicas
+from tarantella_pp.partition.plan.hardware_spec import (
+    BOTH_GRADIENTS,
+    HardwareSpec,
+    NodeWork,
+    node_work,
+    roofline_seconds,
+)
+from tarantella_pp.partition.plan.peak_memory import (
     OutputBytes,
     Users,
     backward_bytes,
@@ -23,14 +31,6 @@ from tarantella_pp.partition.peak_memory import (
     reduction_bytes,
     tie_bytes,
     update_bytes,
-)
-from tarantella_pp.partition.plan.gradient_buckets import weight_replicas
-from tarantella_pp.partition.plan.hardware_spec import (
-    BOTH_GRADIENTS,
-    HardwareSpec,
-    NodeWork,
-    node_work,
-    roofline_seconds,
 )
 from tarantella_pp.partition.plan.plan_parts import (
     CutEdge,

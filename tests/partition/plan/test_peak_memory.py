@@ -10,7 +10,7 @@ from keras import layers
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.graph.units import wire_bytes
-from tarantella_pp.partition.peak_memory import (
+from tarantella_pp.partition.plan.peak_memory import (
     backward_bytes,
     message_bytes,
     reduction_bytes,

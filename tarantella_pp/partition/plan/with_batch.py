@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import msgspec
 
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
-from tarantella_pp.partition.graph.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import (
     CutEdge,
     OutputUse,
     StagePlan,
 )
-from tarantella_pp.partition.stage_costs import StageCostModel
+from tarantella_pp.partition.plan.stage_costs import StageCostModel
 
 # What grows with batches and messages.
 _GROWING = (
@@ -63,7 +62,7 @@ def _figures(
     plan: Plan, graph: LayerGraph, in_flight: tuple[int, ...]
 ) -> tuple[tuple[StagePlan, ...], tuple[CutEdge, ...]]:
     """What the planner's rules say of the stages of a plan."""
-    slots = optimizer_state_bytes(None, graph.weights)
+    slots = [2 * weight.bytes * weight.trainable for weight in graph.weights]  # Adam's
     costs = StageCostModel(graph, slots, plan, outputs=plan.outputs)
     return costs.stages(plan.assignment, in_flight, plan.repeats), costs.cuts(plan.assignment)
 

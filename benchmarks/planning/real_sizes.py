@@ -3,8 +3,8 @@
     python benchmarks/planning/real_sizes.py [--models gemma_2b llama3_8b qwen_7b vit_h sdxl_unet]
         [--stages 4 8] [--lora 0] [--memory-limit 80GB] [--show]
 
-Needs `pip install keras-hub` for all but the U-Net. Seconds are those of the whole: building,
-reading and planning. Above the mean is how much longer the largest stage works than it, and in
+Needs `pip install keras-hub` for all but the U-Net. Seconds of the processor count the
+whole: building, reading and planning. Above the mean is how much longer the largest stage works than it, and in
 brackets how much longer its largest operation does alone, which no plan goes below; guesses are the
 kinds of operations whose costs no rule knows. `--lora 8` freezes a language model and gives it
 matrices of that rank.
@@ -110,17 +110,17 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=0, help="rank of LoRA (default: none)")
     parser.add_argument("--show", action="store_true", help="print the plans")
     args = parser.parse_args()
-    print("| model | weights | operations | stages | seconds | above the mean | guesses |")
+    print("| model | weights | operations | stages | CPU s | above the mean | guesses |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | --- |")
     for name in args.models:
         for stages in args.stages:
-            begun = time.perf_counter()
+            begun = time.process_time()
             model = built(name, args.lora)
             plan = tnt.make_plan(
                 model, stages, batch_size=args.batch_size, machine=args.machine,
                 memory_limit=args.memory_limit,
             )  # fmt: skip
-            seconds = time.perf_counter() - begun
+            seconds = time.process_time() - begun
             weights = f"{model.count_params() / 1e9:.2f} G"
             guesses = ", ".join(plan.estimated) or "none"
             facts = f"{len(plan.node_names)} | {stages} | {seconds:.1f} | {balance(plan)}"

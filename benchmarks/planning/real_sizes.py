@@ -3,11 +3,11 @@
     python benchmarks/planning/real_sizes.py [--models gemma_2b llama3_8b qwen_7b vit_h sdxl_unet]
         [--stages 4 8] [--lora 0] [--memory-limit 80GB] [--show]
 
-Needs `pip install keras-hub` for all but the U-Net. Seconds of the processor count the
-whole: building, reading and planning. Above the mean is how much longer the largest stage works than it, and in
-brackets how much longer its largest operation does alone, which no plan goes below; guesses are the
-kinds of operations whose costs no rule knows. `--lora 8` freezes a language model and gives it
-matrices of that rank.
+Needs `pip install keras-hub` for all but the U-Net. Seconds of the processor count the whole:
+building, reading and planning. Above the mean is how much longer the largest stage works than it,
+and in brackets how much longer the largest operation does alone, which no plan goes below; guesses
+are the kinds of operations whose costs no rule knows. `--lora 8` freezes a language model and gives
+it matrices of that rank.
 """
 
 from __future__ import annotations

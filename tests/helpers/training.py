@@ -149,6 +149,7 @@ CASES = {
     "counted": Case(models.counted, IDS, Y, regression(), WEIGHTED),
     "tied_blocks": Case(models.tied_blocks, X, Y, regression(optimizer=sgd), WEIGHTED),
     "frozen": Case(models.frozen, X, Y, regression(), WEIGHTED),
+    "adapted": Case(models.adapted, X, Y, regression(), WEIGHTED),
     "unreached": Case(
         models.unreached,
         X,

@@ -191,6 +191,16 @@ def frozen():
     return keras.Model(inputs, x)
 
 
+def adapted():
+    """Frozen but for its head and LoRA's matrices, one layer in int8."""
+    model = frozen()
+    model.layers[2].quantize("int8")
+    model.layers[3].trainable = False
+    model.layers[4].enable_lora(2)
+    model.layers[4].trainable = True
+    return model
+
+
 def unreached():
     inputs = keras.Input((6,))
     x = layers.Dense(6, activation="tanh")(inputs)

@@ -61,7 +61,7 @@ class Run(NamedTuple):
 TWO = [
     Run("masked_output, evenly", 2, 4),
     Run("counted", 2, 3),
-    Run("frozen, evenly", 4, 1, "gpipe"),
+    Run("adapted, evenly", 4, 1, "gpipe"),
     Run("two_in_two_out", 4, 3, "zb-v"),
     Run("unreached, evenly", 2, 8, "1f1b"),
     Run("looked_up_again, evenly", 4, 4, "interleaved"),

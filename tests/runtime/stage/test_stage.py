@@ -268,3 +268,13 @@ def test_a_stage_remembers_nothing_after_it_was_cleared():
     stage.backward(1, with_factors(stage, seeds))
     stage.clear()
     check(stage, graph, 1e-5)
+
+
+def test_frozen_stages_keep_nothing_and_run_no_backward_pass():
+    x = keras.Input((4,))
+    y = layers.Dense(2)(layers.Dense(3, activation="tanh", trainable=False)(x))
+    extracted = extract(keras.Model(x, y))
+    stage = Stage(stage_boundaries(extracted.graph, (0, 1), 2)[0], extracted.calls[:1])
+    stage.forward(0, [tf.ones((2, 4))])
+    assert stage.residual_bytes == 0
+    assert stage.backward(0, []) == []  # it asks for no gradients, where there are none

@@ -72,11 +72,11 @@ _OF_TARANTELLA = {
 }
 
 
-def refuse_former_options(what: str, given: Iterable[str]) -> None:
-    """Refuses options that only Tarantella has, and says what takes their place."""
+def former_option(given: Iterable[str]) -> str:
+    """Says what takes the place of an option that only Tarantella has; empty if none is given."""
     for name in _OF_TARANTELLA.keys() & given:
-        meaning = _OF_TARANTELLA[name]
-        raise TypeError(f"{what} has no option '{name}'. {meaning} See docs/tarantella.md.")
+        return f"has no option '{name}'. {_OF_TARANTELLA[name]} See docs/tarantella.md."
+    return ""
 
 
 def checked_count(name: str, value: Any) -> int:

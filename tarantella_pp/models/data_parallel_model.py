@@ -18,7 +18,7 @@ from tarantella_pp.errors import (
     ConfigurationError,
     UnsupportedModelError,
     checked_count,
-    refuse_former_options,
+    former_option,
 )
 from tarantella_pp.internals.functional import hides_its_graph, own_metrics
 from tarantella_pp.models import model_validation
@@ -91,7 +91,8 @@ class Model(PipelineModel):
         inputs: Any = None,
         **options: Any,
     ) -> None:
-        refuse_former_options(type(self).__name__, options)
+        if former := former_option(options):
+            raise TypeError(f"{type(self).__name__} {former}")
         for name in OF_STAGES & {*options}:
             raise TypeError(f"{type(self).__name__} has no option '{name}': it is one stage.")
         super().__init__(

@@ -87,10 +87,14 @@ class Agreement:
             try:
                 yield
             except Exception as error:  # which the script may catch, and make another call
-                self._failed = f"{method}() ended with {describe(error)}"
+                self.failed(method, error)
                 raise
         finally:
             self._calls.pop()
+
+    def failed(self, method: str, error: Exception) -> None:
+        """Notes what a call has ended with, in case that other ranks are still in it."""
+        self._failed = f"{method}() ended with {describe(error)}"
 
     def breaks(self, error: BaseException) -> None:
         """Notes, and tells the others at once, that this rank can make no other call."""

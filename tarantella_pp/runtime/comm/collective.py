@@ -34,11 +34,17 @@ def collective(
 
         @functools.wraps(method)
         def announced(model: Any, *args: Any, **kwargs: Any) -> Any:
-            errors.refuse_former_options(f"{type(model).__name__}.{method.__name__}", kwargs)
             communicator = model._engine.communicator
+            try:
+                if former := errors.former_option(kwargs):
+                    raise TypeError(former)
+                given = signature.bind(model, *args, **kwargs)
+            except TypeError as error:
+                wrong = TypeError(f"{type(model).__name__}.{method.__name__}() {error}")
+                communicator.failed(method.__name__, wrong)
+                raise wrong from None
             if communicator.size == 1 or of_keras_fit(kwargs):
                 return method(model, *args, **kwargs)
-            given = signature.bind(model, *args, **kwargs)
             given.apply_defaults()
             facts = {name: given.arguments[name] for name in names}
             facts |= {name: fact(given.arguments) for name, fact in computed.items()}

@@ -201,6 +201,11 @@ class Communicator(Channel):
             return contextlib.nullcontext()
         return self.process.agreement.call(self.waiter, method, facts)
 
+    def failed(self, method: str, error: Exception) -> None:
+        """Notes that a call failed on this rank before others could hear of it."""
+        if not self.is_alone:
+            self.process.agreement.failed(method, error)
+
     def breaks(self, error: BaseException) -> None:
         """Notes that an error ended a call in the middle of messages; none may follow."""
         if not self.is_alone:

@@ -50,7 +50,7 @@ def run_example(name, options, arguments):
     called = [name, *arguments.split()]
     with mock.patch.object(sys, "argv", called), contextlib.redirect_stdout(printed):
         module = loaded(name)
-        module.CONTEXT = 8  # characters of the GPT, of 64
+        getattr(module, "hybrid_gpt", module).CONTEXT = 8  # characters, of 64
         module.build_model = functools.partial(module.build_model, **options)
         if "digits" in (module.__doc__ or ""):
             module.load_data = functools.partial(some_of, module.load_data)
@@ -124,6 +124,6 @@ def test_two_ranks_train_what_one_process_cannot_hold(tmp_path):
     assert said or alone.returncode in (signal.SIGABRT, signal.SIGSEGV), alone.stderr[-2000:]
     printed = mpi_run(2, limited, str(tmp_path), timeout=240).check().results[1]
     trained, loaded, trained_on = map(float, re.findall(r"\d+\.\d{4}", *losses(printed)))
-    assert trained == loaded > trained_on
+    assert trained == loaded != trained_on < 4.5  # of log(96) at first
     taken, limit = map(int, re.search(r"took (\d+) MB of (\d+)", printed).groups())
     assert taken <= limit == 930

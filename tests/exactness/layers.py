@@ -15,7 +15,7 @@ from keras import layers, ops
 
 from tests.exactness import expected
 from tests.exactness.classes import arguments_of, classes_in
-from tests.exactness.trials import EVENLY, ROUNDING, Part, Trial, steps, training
+from tests.exactness.trials import ROUNDING, Part, Trial, steps, training
 from tests.helpers.draws import more_asked_for
 from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 
@@ -247,7 +247,7 @@ def middle_of(name: str, make: Callable[[], layers.Layer]) -> Middle:
 
 
 ON_DEMAND = ("*1D", "*1DTranspose", "*3D", "*3DTranspose", "Random*")
-USUALLY = ("RandomBrightness", "RandomCrop", "RandomErasing", "RandomFlip")
+USUALLY = ("RandomBrightness", "RandomCrop")
 """Of layers that differ in dimensions only, or in what they draw, the others are left out."""
 
 Y = floats(2, seed=5)
@@ -271,5 +271,5 @@ def trial(parts: Sequence[Part]) -> Trial:
     case = Case(build, data, Y, lambda: {"optimizer": sgd(), "loss": "mse"}, WEIGHTS)
     limit = ROUNDING if middles[0].policy == "float64" else 1e-5
     exact = all(expected.outcome("layers", part.name) == expected.EXACT for part in parts)
-    run = functools.partial(training if exact else steps, rows=EVENLY)
-    return Trial(case, run, limit, eagerly=exact)
+    run = training if exact else steps
+    return Trial(case, run, limit, eagerly=exact, in_parts=training)

@@ -19,6 +19,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with the message."""
+        if self.prog == "tarantella" and "unrecognized" in message:
+            message += ": options of the script stand behind it"
         self.exit(USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 

@@ -26,7 +26,7 @@ _PUBLIC = {
     "runtime.comm.ranks": (
         "barrier", "get_master_rank", "get_rank", "get_size", "init", "is_master_rank",
     ),
-    "partition.graph.profile": ("Profile",),
+    "partition.profile": ("Profile",),
     "partition.plan.hardware_spec": ("HardwareSpec", "machines"),
     "partition.plan.plan": ("Plan",),
 }  # fmt: skip

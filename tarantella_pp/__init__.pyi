@@ -14,10 +14,10 @@ from tarantella_pp.models.deferred_init import deferred_init as deferred_init
 from tarantella_pp.models.make_plan import make_plan as make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel as PipelineModel
 from tarantella_pp.models.profiler import profile as profile
-from tarantella_pp.partition.graph.profile import Profile as Profile
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec as HardwareSpec
 from tarantella_pp.partition.plan.hardware_spec import machines as machines
 from tarantella_pp.partition.plan.plan import Plan as Plan
+from tarantella_pp.partition.profile import Profile as Profile
 from tarantella_pp.runtime.comm.ranks import barrier as barrier
 from tarantella_pp.runtime.comm.ranks import get_master_rank as get_master_rank
 from tarantella_pp.runtime.comm.ranks import get_rank as get_rank

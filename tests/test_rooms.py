@@ -19,8 +19,8 @@ GROUND = ("errors", "dependencies")
 MOST_FILES = 12
 WITHOUT_TENSORFLOW = ("schedule", "launch", "partition/graph", "partition/plan")
 READS_KERAS = (
-    "calls", "flops", "keras_reader", "optimizer_slots", "placeholders",
-    "saved_activations",
+    "calls", "flops", "keras_reader", "layer_inside", "placeholders",
+    "saved_activations", "traced_costs",
 )  # fmt: skip
 """Files in these rooms that read a Keras model, and are loaded for nothing else."""
 ACROSS_ROOMS = ("", "face", "face/files", "face/fit", "face/numbers", "exactness")

@@ -94,7 +94,7 @@ def build_model(source: str) -> Any:
 def build_without_weights(source: str) -> Any:
     """Makes the Keras model of a MODEL, with shapes and no weights; a graph comes as it is."""
     if is_graph(source):
-        from tarantella_pp.partition.graph.node_link import load_graph
+        from tarantella_pp.partition.node_link import load_graph
 
         return load_graph(existing_file(source))
     file = source if source.endswith(".keras") else source.rpartition(":")[0]

@@ -30,6 +30,37 @@ def network_of(model: Any) -> Any:
     return None
 
 
+def network_around(model: Any) -> Any:
+    """Returns a graph with nothing but the call of a model on inputs; `None` if there was none."""
+    for node in reversed(model._inbound_nodes):
+        args, kwargs = node.arguments.args, node.arguments.kwargs
+        others = {name for name, value in kwargs.items() if value is not None} - {"training"}
+        if (
+            len(args) == 1
+            and not others
+            and all(_is_input(tensor) for tensor in tree.flatten(args[0]))
+        ):
+            outputs = compute_output_spec(model, args[0])
+            return Function(args[0], tree.pack_sequence_as(outputs, node.outputs))
+    return None
+
+
+def takes_training(layer: Any) -> bool:
+    """Whether the `call` of a layer has an argument `training`; else `fit` gives it none."""
+    return bool(layer._call_has_training_arg)
+
+
+def tell_training_like(whole: Any, model: Any) -> None:
+    """Has `fit` tell a model as little of training as it tells the one that it is made of."""
+    whole._call_has_training_arg = model._call_has_training_arg
+
+
+def _is_input(tensor: Any) -> bool:
+    return isinstance(tensor, keras.KerasTensor) and isinstance(
+        tensor._keras_history.operation, keras.layers.InputLayer
+    )
+
+
 def runs_its_graph(model: Any) -> bool:
     """Returns whether calling the model runs its graph of operations and does nothing else."""
     kind = type(model)
@@ -132,12 +163,12 @@ def own_metrics(model: Any) -> list[Any]:
     return list(model._metrics)
 
 
-def states_of(operation: Any, arguments: Any) -> list[Any]:
+def states_of(operation: Any, arguments: Any = None) -> list[Any]:
     """Returns the variables that one call uses: seeds of random layers included, and metrics."""
     owners = [operation] if isinstance(operation, keras.layers.Layer) else sublayers(operation)
     variables = [variable for owner in owners for variable in owner.variables]
     variables += [v for metric in layer_metrics(operation) for v in metric.variables]
-    variables += _variables_in(arguments)
+    variables += [] if arguments is None else _variables_in(arguments)
     return list({id(variable): variable for variable in variables}.values())
 
 

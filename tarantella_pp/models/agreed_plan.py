@@ -29,8 +29,8 @@ def agreed_plan(
     communicator: Communicator,
     options: PlanOptions,
     plan: Plan | str | Path | None,
-) -> Plan:
-    """The plan that rank 0 makes or loads, on all ranks, whose models it must fit."""
+) -> tuple[Plan, ExtractedModel]:
+    """The plan that rank 0 makes or loads, on all ranks, and their models, which it must fit."""
     memory = None
     if plan is None:
         machine = default_machine()
@@ -53,8 +53,9 @@ def agreed_plan(
 
     # Devices and clocks of ranks may differ, and plans with them: one rank decides for all.
     agreed = Plan.from_json(on_one_rank(communicator, 0, "make the plan", make))
+    extracted = extracted.planned_by(agreed.fingerprint)
     agreed.check(extracted.graph)
-    return agreed
+    return agreed, extracted
 
 
 def _fitting(

@@ -20,7 +20,11 @@ from tarantella_pp.errors import (
     checked_count,
     former_option,
 )
-from tarantella_pp.internals.functional import hides_its_graph, own_metrics
+from tarantella_pp.internals.functional import (
+    hides_its_graph,
+    own_metrics,
+    tell_training_like,
+)
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.models.training_loops import TrainingLoops
@@ -126,7 +130,9 @@ def _called_with(model: Any, inputs: Any) -> keras.Model:
         ) from error
     if not hides_its_graph(model):
         return model  # a Sequential, which is built now
-    return keras.Model(inputs, outputs, name=model.name)
+    whole = keras.Model(inputs, outputs, name=model.name)
+    tell_training_like(whole, model)
+    return whole
 
 
 class Sequential(Model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,14 +11,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import keras
+import msgspec
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, PlanError, checked_count
 from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.models.profiler import profile as measure
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
-from tarantella_pp.partition.graph.node_link import NamedGraph
-from tarantella_pp.partition.graph.profile import Profile
+from tarantella_pp.partition.node_link import NamedGraph
 from tarantella_pp.partition.options import (
     GIVEN,
     PLACEMENTS,
@@ -29,8 +30,9 @@ from tarantella_pp.partition.options import (
 )
 from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec, machine_of, machines
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan_search import PlanSearch, choose_plan, infeasible
+from tarantella_pp.partition.plan_search import WORTHWHILE, PlanSearch, choose_plan, infeasible
 from tarantella_pp.partition.planner import LOOPS, Planner
+from tarantella_pp.partition.profile import Profile
 from tarantella_pp.schedule import Schedule, ScheduleSpec, read_schedule
 
 # A GPU whose name says nothing.
@@ -136,8 +138,69 @@ def make_plan(
 
 
 def best_plan(model: Any, options: PlanOptions) -> Plan:
-    """Makes the plan that `make_plan` describes."""
+    """Makes the plan that `make_plan` describes; layers are opened only where that helps."""
     extracted = _read(model, with_values=options.balance == "time" and options.profile is None)
+    levels = _levels(extracted, options)
+    if not isinstance(extracted, ExtractedModel) or not levels:
+        return _plan_of(extracted, options)
+    found, refused = None, ""
+    reading = extracted
+    for level in [0, *levels]:
+        if found is not None and _is_even(found, options):
+            break
+        before, reading = reading, extracted.at_level(level)
+        if level and len(reading.graph.nodes) == len(before.graph.nodes):
+            continue
+        try:
+            finer = _plan_of(reading, options)
+        except (ConfigurationError, PlanError) as error:
+            refused, kind = refused or str(error), type(error)
+            continue
+        if found is None or _is_better(finer, found, options):
+            found = finer
+    whole = tuple(f"'{name}' {why}" for name, why in extracted.kept_whole.items())
+    if found is None:
+        reasons = f" Layers that stay whole: {'; '.join(whole)}." if whole else ""
+        raise kind(f"{refused}{reasons}")
+    return found if _is_even(found, options) else msgspec.structs.replace(found, kept_whole=whole)
+
+
+# Most that a stage may have beyond its share before layers are opened, and how many times as small
+# as a stage's share the parts are that they are opened into.
+EVEN, PARTS = 1.1, (2, 8)
+
+
+def _levels(extracted: ExtractedModel | NamedGraph, options: PlanOptions) -> list[int]:
+    """How far to open layers, in turn, if at all; see `ExtractedModel.at_level`."""
+    fixed = options.profile is not None or is_given(options.balance)
+    if isinstance(extracted, NamedGraph) or fixed:
+        return []
+    stages = options.num_stages or options.num_ranks
+    if not isinstance(stages, int) or stages < 2:  # nothing to balance, or to be refused
+        return []
+    wanted = [math.ceil(math.log2(parts * stages)) for parts in PARTS]
+    return [level for level in wanted if level in extracted.levels]
+
+
+def _is_even(plan: Plan, options: PlanOptions) -> bool:
+    """Whether all stages have about the same to do."""
+    costs = _stage_costs(plan, options)
+    return max(costs) * plan.num_stages <= EVEN * sum(costs)
+
+
+def _is_better(finer: Plan, plan: Plan, options: PlanOptions) -> bool:
+    """Whether it is worth to have opened layers."""
+    seconds = [each.step_seconds or 0.0 for each in (finer, plan)]
+    most = [max(_stage_costs(each, options)) for each in (finer, plan)]
+    return most[0] <= (1 - WORTHWHILE) * most[1] and seconds[0] <= (1 + WORTHWHILE) * seconds[1]
+
+
+def _stage_costs(plan: Plan, options: PlanOptions) -> list[float]:
+    by_memory = options.balance == "memory"
+    return [float(stage.memory_bytes if by_memory else stage.flops) for stage in plan.stages]
+
+
+def _plan_of(extracted: ExtractedModel | NamedGraph, options: PlanOptions) -> Plan:
     machine = default_machine() if options.machine is None else machine_of(options.machine)
     custom = None if options.schedule is None else read_schedule(options.schedule)
     options, assignment = _completed(options, extracted, custom)

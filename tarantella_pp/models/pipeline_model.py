@@ -143,7 +143,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         facts |= {"check_replicas": check_replicas, "compiled model": model.compiled}
         facts |= {"initial values": initial_values(model)}
         with communicator.call("PipelineModel", **facts):
-            agreed = agreed_plan(extracted, communicator, options, plan)
+            agreed, extracted = agreed_plan(extracted, communicator, options, plan)
             replicas = model_validation.replicas_of(
                 agreed.num_stages, communicator.size, agreed.num_replicas
             )

@@ -13,7 +13,6 @@ import msgspec
 
 from tarantella_pp.errors import ConfigurationError, checked_count
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
-from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.graph.units import parse_bytes
 from tarantella_pp.partition.plan.gradient_buckets import fusion_threshold_of
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
@@ -23,6 +22,7 @@ from tarantella_pp.partition.plan.plan_parts import (
     Placement,
     PlanConfig,
 )
+from tarantella_pp.partition.profile import Profile
 from tarantella_pp.schedule import Schedule, ScheduleSpec
 
 BALANCES = ("memory", "time", "flops")

@@ -17,15 +17,15 @@ from tarantella_pp.partition.cut import best_cut
 from tarantella_pp.partition.graph.ideals import Blocks
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
-from tarantella_pp.partition.graph.node_link import NamedGraph
-from tarantella_pp.partition.graph.optimizer_slots import optimizer_name, optimizer_state_bytes
-from tarantella_pp.partition.graph.profile import Profile
+from tarantella_pp.partition.node_link import NamedGraph
+from tarantella_pp.partition.optimizer_slots import optimizer_name, optimizer_state_bytes
 from tarantella_pp.partition.options import GIVEN, Settings
 from tarantella_pp.partition.plan.gradient_buckets import bucket_bytes, gradient_buckets
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork, node_work
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import PlanConfig
 from tarantella_pp.partition.plan.stage_costs import StageCostModel
+from tarantella_pp.partition.profile import Profile
 
 #: Layers whose forward pass is not repeated: TensorFlow keeps its loops with all they made.
 LOOPS = (

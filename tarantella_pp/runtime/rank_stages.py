@@ -192,10 +192,6 @@ class RankStages(dict[int, Stage]):
 
 def _weights_past(extracted: ExtractedModel, nodes: Sequence[int]) -> list[Any]:
     """The weights that a stage has no layer of, and that can be read here."""
-    own = {id(w) for node in nodes for w in _weights_of(extracted.calls[node].operation)}
-    every = {id(w): w for call in extracted.calls for w in _weights_of(call.operation)}
+    own = {id(w) for node in nodes for w in extracted.calls[node].variables}
+    every = {id(w): w for w in extracted.variables if w.trainable}
     return [w for key, w in every.items() if key not in own and not is_stale(w)]
-
-
-def _weights_of(operation: Any) -> list[Any]:
-    return list(getattr(operation, "trainable_variables", ()))

@@ -36,6 +36,23 @@ def test_models_and_layers_have_the_names_that_are_read(model):
     assert functional.class_of_keras(layers.Dense(2)) == "Dense"
 
 
+def test_a_subclassed_model_has_its_call_on_inputs_as_a_graph(model):
+    class Subclass(keras.Model):
+        def call(self, x):
+            return {"out": x + 1}
+
+    one = Subclass()
+    assert functional.network_around(one) is None
+    outputs = one(keras.Input((3,)))
+    around = functional.network_around(one)
+    assert [node.operation for node in functional.ordered_nodes(around)][-1] is one
+    assert functional.outputs_struct(around) == outputs
+    assert functional.takes_training(model)
+    assert not functional.takes_training(one)
+    functional.tell_training_like(around, one)
+    assert not functional.takes_training(around)
+
+
 def test_calls_come_in_an_order_in_which_they_can_run(model):
     seen = set()
     for node in functional.ordered_nodes(model):

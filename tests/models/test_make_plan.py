@@ -14,10 +14,10 @@ from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models.make_plan import ACCELERATOR, CORE, default_machine, make_plan
 from tarantella_pp.partition.graph.keras_reader import extract
-from tarantella_pp.partition.graph.profile import NodeProfile, Profile
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machines
 from tarantella_pp.partition.plan.page import render_html
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, planned_step
+from tarantella_pp.partition.profile import NodeProfile, Profile
 from tests.zoo import models
 
 pytestmark = pytest.mark.keras

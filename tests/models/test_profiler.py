@@ -14,9 +14,9 @@ from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.profiler import profile
 from tarantella_pp.partition.graph.keras_reader import extract
-from tarantella_pp.partition.graph.profile import NodeProfile, Profile
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
+from tarantella_pp.partition.profile import NodeProfile, Profile
 from tests.zoo import models
 
 pytestmark = pytest.mark.keras

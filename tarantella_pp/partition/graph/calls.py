@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from tarantella_pp.internals.functional import trained_variables
+from tarantella_pp.internals.functional import sublayers, trained_variables
 from tarantella_pp.partition.graph.flops import (
     SizedTensor,
     forward_flops,
     sized_call,
 )
-from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Tensor, Weight
+from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Source, Tensor, Weight
+from tarantella_pp.partition.graph.layer_inside import OpenedLayer, Path
 from tarantella_pp.partition.graph.saved_activations import saved_activations
+from tarantella_pp.partition.graph.traced_costs import NodeCost
 from tarantella_pp.partition.graph.units import item_bytes, sample_shape
 
 
@@ -42,11 +44,47 @@ class Call:
     # Ids of the inputs that it must see without the mask they were made with: an earlier call has
     # deleted it, in place
     unmasked: frozenset[int] = frozenset()
+    # Whether Keras does not tell it whether it trains: a subclassed model without such an argument
+    knows_no_training: bool = False
+    # Of a layer with others inside: what that costs, counted there
+    cost: NodeCost | None = None
+    # Of a part of an opened layer, where in it; `arguments`, `bindings` and `unmasked` are those of
+    # the whole then, and `inputs` what the part reads
+    place: PlaceInside | None = None
 
     @property
     def inputs(self) -> tuple[int, ...]:
         """Ids of the tensors it reads, each once, in the order of its arguments."""
-        return tuple(dict.fromkeys(self.bindings.values()))
+        given = self.bindings.values() if self.place is None else self.place.reads
+        return tuple(dict.fromkeys(given))
+
+    @property
+    def kind(self) -> str:
+        """Name of the class of what it calls."""
+        return type(self.operation if self.place is None else self.place.layer).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedCall:
+    """A call of a layer whose parts are nodes: all that running some of them needs."""
+
+    operation: Any
+    layer: OpenedLayer
+    # Ids of the tensors that a call inside of it makes
+    made: Mapping[Path, tuple[int, ...]]
+    tensors: Sequence[Tensor]  # all of the model
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceInside:
+    """Where in an opened layer a part of it is."""
+
+    whole: OpenedCall
+    path: Path
+    layer: Any  # the layer called, or that of which this is the rest
+    reads: tuple[int, ...]  # ids of tensors
+    needs: frozenset[int]  # those of them that it reads however it is called
+    weights: tuple[Any, ...]  # the model's variables that it reads past the layers in it
 
 
 #: Operations whose result is a view of what they are given.
@@ -67,6 +105,9 @@ def graph_of(
 ) -> LayerGraph:
     """Makes the layer graph of tensors and calls: adds who reads each tensor, and the costs."""
     trained = {id(v) for call in calls for v in trained_variables(call.operation)}
+    # What only the code between layers reads, and so nothing writes
+    held = {id(v) for call in calls for layer in sublayers(call.operation) for v in layer.variables}
+    trained |= {id(v) for v in variables if id(v) not in held}
     weights = tuple(_weight(i, v, id(v) not in trained) for i, v in enumerate(variables))
     weight_ids = {id(variable): i for i, variable in enumerate(variables)}
     uses = [tuple(weight_ids[id(v)] for v in call.variables) for call in calls]
@@ -119,6 +160,27 @@ def _tensors(
 def _node(
     i: int, call: Call, sized: list[SizedTensor], weights: tuple[Weight, ...], rows: list[int]
 ) -> Node:
+    times = max((rows[t] for t in (*call.inputs, *call.outputs)), default=1)
+    facts: dict[str, Any] = {
+        "id": i,
+        "name": call.name,
+        "kind": call.kind,
+        "inputs": call.inputs,
+        "outputs": call.outputs,
+        "weights": tuple(weight.id for weight in weights),
+        "parameters": sum(weight.bytes for weight in weights if weight.trainable),
+        "constants": sum(weight.bytes for weight in weights if not weight.trainable),
+    }
+    if call.cost is not None:
+        source: Source = "estimated" if call.cost.is_guess else "analytic"
+        return Node(
+            **facts,
+            flops=call.cost.flops,
+            flops_source=source,
+            keeps=call.cost.keeps,
+            residual_bytes=call.cost.residual_bytes,
+            residual_source=source,
+        )
     described = sized_call(
         call.operation,
         call.arguments,
@@ -128,16 +190,8 @@ def _node(
     )
     flops, flops_source = forward_flops(described)
     kept = saved_activations(described)
-    times = max((rows[t] for t in (*call.inputs, *call.outputs)), default=1)
     return Node(
-        id=i,
-        name=call.name,
-        kind=type(call.operation).__name__,
-        inputs=call.inputs,
-        outputs=call.outputs,
-        weights=tuple(weight.id for weight in weights),
-        parameters=sum(weight.bytes for weight in weights if weight.trainable),
-        constants=sum(weight.bytes for weight in weights if not weight.trainable),
+        **facts,
         flops=flops * times,
         flops_source=flops_source,
         keeps=kept.tensors,
@@ -169,7 +223,7 @@ def _gradients(
     flows = [False] * len(found)
     for call, used in zip(calls, uses, strict=True):
         upstream = any(weights[w].trainable for w in used) or any(flows[t] for t in call.inputs)
-        if upstream and type(call.operation).__name__ != "StopGradient":
+        if upstream and call.kind != "StopGradient":
             for t in call.outputs:  # integers and booleans have no gradients
                 flows[t] = any(kind in found[t].dtype for kind in ("float", "complex"))
     return flows

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -14,6 +16,7 @@ from tarantella_pp.internals.functional import (
     input_layer_of,
     inputs_struct,
     is_plain_call,
+    network_around,
     network_of,
     ordered_nodes,
     outputs_struct,
@@ -21,10 +24,25 @@ from tarantella_pp.internals.functional import (
     runs_its_graph,
     states_of,
     sublayers,
+    takes_training,
     tree,
 )
-from tarantella_pp.partition.graph.calls import Call, graph_of
+from tarantella_pp.partition.graph.calls import (
+    Call,
+    OpenedCall,
+    PlaceInside,
+    graph_of,
+)
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Tensor
+from tarantella_pp.partition.graph.layer_inside import (
+    LargestPart,
+    LayerInside,
+    OpenedLayer,
+    Path,
+    SeenTensor,
+    Value,
+    is_composite,
+)
 from tarantella_pp.partition.graph.placeholders import (
     Probe,
     made_shapes,
@@ -35,6 +53,7 @@ from tarantella_pp.partition.graph.placeholders import (
     sample_axis,
     symbolic,
 )
+from tarantella_pp.partition.graph.traced_costs import NodeCost
 from tarantella_pp.partition.graph.units import Shape
 
 __all__ = ["Call", "ExtractedModel", "extract"]
@@ -54,6 +73,45 @@ class ExtractedModel:
     # `graph.inputs`
     inputs_struct: Any
     outputs_struct: Any  # likewise for `graph.outputs`
+    reader: _Reader  # what read it
+
+    @property
+    def kept_whole(self) -> dict[str, str]:
+        """Layers with layers inside that cannot be opened, by name, and why."""
+        return {k: v for each in self.reader.insides for k, v in each.why_whole.items()}
+
+    def planned_by(self, fingerprint: str) -> ExtractedModel:
+        """The model with those layers opened that a plan takes for opened; itself if unknown."""
+        readings = itertools.chain([self], map(self.at_level, self.levels))
+        return next((each for each in readings if each.graph.fingerprint() == fingerprint), self)
+
+    @property
+    def levels(self) -> range:
+        """How far layers may be opened; see `at_level`."""
+        return range(1, _FINEST) if self.reader.insides else range(0)
+
+    def at_level(self, level: int) -> ExtractedModel:
+        """Reads the model once more, with layers opened that have layers inside.
+
+        Those are opened that make up more than `1 / 2 ** level` of the whole, again and again.
+        """
+        if not level:
+            return self
+        if level in self.reader.readings:
+            return self.reader.readings[level]
+        graph, share = self.reader.whole, 0.5**level
+        limits = LargestPart(
+            share * sum(node.flops for node in graph.nodes),
+            share * sum(weight.bytes for weight in graph.weights if weight.trainable),
+            share * sum(node.residual_bytes for node in graph.nodes),
+        )
+        reader = _Reader(self.reader.assumed_size, self.reader, limits)
+        found = self.reader.readings[level] = _read(self.model, reader)
+        return found
+
+
+# More levels than any model needs.
+_FINEST = 13
 
 
 def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> ExtractedModel:
@@ -66,8 +124,13 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
     """
     if isinstance(model, ExtractedModel):
         return model
+    return _read(model, _Reader(assumed_size))
+
+
+def _read(model: Any, reader: _Reader) -> ExtractedModel:
     network = _supported_network(model)
-    reader = _Reader()
+    reader.owned = {id(variable) for variable in model.variables}
+    reader.knows_no_training = not takes_training(model)
     env: dict[int, int] = {}
     for tensor in network.inputs:
         _check_input(tensor)
@@ -82,20 +145,24 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
             "computes them. Leave them out of the outputs."
         )
     variables = tuple({id(v): v for call in reader.calls for v in call.variables}.values())
+    graph = graph_of(
+        reader.tensors,
+        reader.calls,
+        variables,
+        inputs=inputs,
+        outputs=outputs,
+        assumed_size=reader.assumed_size,
+    )
+    if reader.limits is None:
+        reader.whole = graph
     return ExtractedModel(
         model=model,
-        graph=graph_of(
-            reader.tensors,
-            reader.calls,
-            variables,
-            inputs=inputs,
-            outputs=outputs,
-            assumed_size=assumed_size,
-        ),
+        graph=graph,
         calls=tuple(reader.calls),
         variables=variables,
         inputs_struct=inputs_struct(network),
         outputs_struct=outputs_struct(network),
+        reader=reader,
     )
 
 
@@ -105,7 +172,17 @@ class _Reader:
     An `env` maps `id` of the symbolic tensors of one model, in one call of it, to tensor ids.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, assumed_size: int, before: _Reader | None = None, limits: LargestPart | None = None
+    ) -> None:
+        """A reader opens what is larger than the limits, as it was looked into `before`."""
+        self.assumed_size, self.limits = assumed_size, limits
+        self.readings: dict[int, ExtractedModel] = {}  # by level
+        self.owned: set[int] = set()  # `id` of the model's variables
+        self.knows_no_training = False
+        self.whole: Any = None if before is None else before.whole
+        self._before = None if before is None else list(before.insides)
+        self.insides: list[LayerInside] = []  # of layers with layers inside
         self.tensors: list[Tensor] = []  # an id is a position
         # The shapes of each for two numbers of samples; `None` where they cannot be told
         self._probes: list[Probe] = []
@@ -160,16 +237,31 @@ class _Reader:
 
     def _add_call(self, node: Any, env: dict[int, int], path: str) -> None:
         _check_operation(node.operation)
-        name = self._unique_name(path)
         bindings = {id(tensor): env[id(tensor)] for tensor in node.input_tensors}
         unmasked = self._unmasked & set(bindings.values())
+        inside = self._inside(node, bindings) if is_composite(node.operation) else None
+        if inside is not None and self.limits is not None:
+            opened = inside.opened(self.limits)
+            if opened is not None:
+                parts = self._add_parts(node, opened, bindings, unmasked, path)
+                self._unmasked.update(bindings[key] for key in inside.unmasked)
+                env.update(zip(map(id, node.outputs), parts, strict=True))
+                return
+        name = self._unique_name(path)
         free = {key: self._symbolic(t) for key, t in bindings.items()}
         args, kwargs = node.arguments.fill_in(free)
         shapes = _shapes(node, free)
-        known = {key: (self._probes[t], self.tensors[t].dtype) for key, t in bindings.items()}
-        probes = probe_call(node, known, shapes)
-        flow = mask_flow(node.operation, args, dict(kwargs), len(shapes))
-        self._unmasked.update(bindings[key] for key, t in free.items() if id(t) in flow.removed)
+        seen = None if inside is None else inside.results()
+        if inside is not None and seen is not None and len(seen) == len(shapes):
+            probes = [tensor.probe for tensor in seen]
+            masks = tuple(tensor.mask_shape for tensor in seen)
+            self._unmasked.update(bindings[key] for key in inside.unmasked)
+        else:
+            known = {key: (self._probes[t], self.tensors[t].dtype) for key, t in bindings.items()}
+            probes = probe_call(node, known, shapes)
+            flow = mask_flow(node.operation, args, dict(kwargs), len(shapes))
+            self._unmasked.update(bindings[key] for key, t in free.items() if id(t) in flow.removed)
+            masks = flow.outputs
         outputs = []
         sampled = any(self.tensors[t].shape[:1] == (None,) for t in bindings.values())
         for i, (tensor, said) in enumerate(zip(node.outputs, shapes, strict=True)):
@@ -177,7 +269,7 @@ class _Reader:
             shape = (None, *said[1:]) if any_number else said
             label = name if len(shapes) == 1 else f"{name}[{i}]"
             _check_result(tensor, node, label)
-            made = self.add_tensor(label, shape, tensor.dtype, probes[i], flow.outputs[i])
+            made = self.add_tensor(label, shape, tensor.dtype, probes[i], masks[i])
             outputs.append(made)
             env[id(tensor)] = made
         variables = tuple(states_of(node.operation, node.arguments))
@@ -189,14 +281,113 @@ class _Reader:
                 bindings=bindings,
                 outputs=tuple(outputs),
                 variables=variables,
-                unmasked=frozenset(t for t in unmasked if self.tensors[t].mask_shape is not None),
+                unmasked=self._without_masks(unmasked),
+                knows_no_training=self.knows_no_training,
+                cost=self._cost_inside(inside, bindings, outputs),
             )
         )
+
+    def _without_masks(self, tensors: set[int]) -> frozenset[int]:
+        return frozenset(t for t in tensors if self.tensors[t].mask_shape is not None)
+
+    def _inside(self, node: Any, bindings: dict[int, int]) -> LayerInside:
+        """Looks into a layer, once."""
+        if self._before:
+            inside = self._before.pop(0)
+        else:
+            given = {
+                key: SeenTensor(
+                    self.tensors[t].shape,
+                    self.tensors[t].dtype,
+                    None if t in self._unmasked else self.tensors[t].mask_shape,
+                    self._probes[t],
+                )
+                for key, t in bindings.items()
+            }
+            how = (None, None) if self.knows_no_training else (True, False)
+            inside = LayerInside(node.operation, node.arguments, given, how)
+        self.insides.append(inside)
+        return inside
+
+    @staticmethod
+    def _cost_inside(
+        inside: LayerInside | None, bindings: dict[int, int], outputs: Sequence[int]
+    ) -> NodeCost | None:
+        cost = None if inside is None else inside.cost()
+        if cost is None:
+            return None
+        return _cost(cost, lambda v: bindings[v.place] if v.path is None else outputs[v.place])
+
+    def _add_parts(
+        self,
+        node: Any,
+        opened: OpenedLayer,
+        bindings: dict[int, int],
+        unmasked: set[int],
+        path: str,
+    ) -> tuple[int, ...]:
+        """Adds the parts of an opened layer as nodes; returns what it makes."""
+        made: dict[Path, tuple[int, ...]] = {}
+        whole = OpenedCall(node.operation, opened, made, self.tensors)
+
+        def tensor_of(value: Value) -> int:
+            if value.path is None:
+                return bindings[value.place]
+            if value.path not in made:
+                made[value.path] = tuple(map(tensor_of, opened.aliases[value.path]))
+            return made[value.path][value.place]
+
+        for part in opened.parts:
+            name = self._unique_name(path + opened.name_of(part.part.path))
+            outputs = []
+            for i, tensor in enumerate(part.makes):
+                label = name if len(part.makes) == 1 else f"{name}[{i}]"
+                outputs.append(
+                    self.add_tensor(
+                        label, tensor.shape, tensor.dtype, tensor.probe, tensor.mask_shape
+                    )
+                )
+            made[part.part.path] = tuple(outputs)
+            operation = Rest(part.layer.name) if part.part.is_rest else part.layer
+            own = () if part.part.is_rest else states_of(part.layer)
+            variables = {id(v): v for v in (*own, *part.variables)}
+            self.calls.append(
+                Call(
+                    name=name,
+                    operation=operation,
+                    arguments=node.arguments,
+                    bindings=bindings,
+                    outputs=tuple(outputs),
+                    variables=tuple(variables.values()),
+                    unmasked=self._without_masks(unmasked),
+                    knows_no_training=self.knows_no_training,
+                    cost=_cost(part.cost, tensor_of),
+                    place=PlaceInside(
+                        whole,
+                        part.part.path,
+                        part.layer,
+                        tuple(map(tensor_of, part.values)),
+                        frozenset(map(tensor_of, part.needs)),
+                        tuple(v for v in part.variables if id(v) in self.owned),
+                    ),
+                )
+            )
+        for inner, values in opened.aliases.items():
+            made.setdefault(inner, tuple(map(tensor_of, values)))
+        return made[()]
 
     def _symbolic(self, t: int) -> Any:
         tensor = self.tensors[t]
         mask_shape = None if t in self._unmasked else tensor.mask_shape
         return symbolic(tensor.shape, tensor.dtype, mask_shape)
+
+
+def _cost(cost: NodeCost, tensor_of: Callable[[Value], int]) -> NodeCost:
+    return replace(cost, keeps=tuple(dict.fromkeys(map(tensor_of, cost.keeps))))
+
+
+class Rest(keras.Operation):
+    """What a layer computes besides the calls of those in it."""
 
 
 def _shapes(node: Any, free: dict[int, Any]) -> list[Shape]:
@@ -280,10 +471,14 @@ def _supported_network(model: Any) -> Any:
             "Begin it with a keras.Input, or call model.build(input_shape) with one tensor's shape."
         )
     if network is None or not runs_its_graph(model):
+        network = network_around(model)
+    if network is None:
         raise UnsupportedModelError(
             f"Model '{model.name}' is a subclassed model (class {type(model).__name__} defines "
-            f"call()): its operations cannot be seen, so it cannot be cut. {_REMEDY} Data parallel "
-            "it need not be cut: tnt.Model(model, inputs=keras.Input(...))."
+            "call()), and has not been called on symbolic inputs, so nobody knows their shapes and "
+            "dtypes. Call it once: model(keras.Input(shape, dtype=...)), or on a list or "
+            "dictionary of these, as `fit` gives it its data. Data parallel, say its inputs: "
+            "tnt.Model(model, inputs=keras.Input(...))."
         )
     return network
 

@@ -121,14 +121,14 @@ def _observed(operation: Any, args: Any, kwargs: dict[str, Any], tensors: list[A
 
 # Dimensions that differ hold samples. Neither number is 1, which broadcasting would hide, and
 # neither divides the other, so that samples merged with windows are not taken for samples alone.
-_SAMPLES = (4, 6)
+SAMPLES = (4, 6)
 # The shapes of a tensor for 4 and for 6 samples; `None` where they are unknown.
 Probe = tuple[Shape, ...] | None
 
 
 def probe_of(shape: Shape) -> Probe:
     """Returns the shapes of a tensor that has a row for each sample."""
-    return tuple((samples, *shape[1:]) for samples in _SAMPLES)
+    return tuple((samples, *shape[1:]) for samples in SAMPLES)
 
 
 def rows_per_sample(probe: Probe) -> int | None:
@@ -138,8 +138,8 @@ def rows_per_sample(probe: Probe) -> int | None:
     few, many = (shape[0] if shape else 0 for shape in probe)
     if few is None or many is None:
         return None
-    rows, rest = divmod(many - few, _SAMPLES[1] - _SAMPLES[0])
-    return rows if not rest and few in (rows * _SAMPLES[0], many) else None
+    rows, rest = divmod(many - few, SAMPLES[1] - SAMPLES[0])
+    return rows if not rest and few in (rows * SAMPLES[0], many) else None
 
 
 def sample_axis(probe: Probe) -> int | None:
@@ -171,7 +171,7 @@ def probe_call(
     # such as learned queries, which have no samples.
     run = len({rows_per_sample(p) for p, _ in given.values()}) > 1
     results = []
-    for i, _ in enumerate(_SAMPLES):
+    for i, _ in enumerate(SAMPLES):
         free = {k: symbolic(p[i], dtype) for k, (p, dtype) in given.items() if p is not None}
         if len(free) < len(given):
             return [None] * len(shapes)

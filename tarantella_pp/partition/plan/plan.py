@@ -29,6 +29,7 @@ class Plan(PlanData, frozen=True):
         bubble: Share of a pipeline's step that ranks wait, simulated on `machine`; `None` where
             that was not simulated.
         assumed_size: Size that unknown dimensions other than the batch were counted with.
+        kept_whole: Layers that would have been opened for a better balance and cannot be, and why.
         estimated: Kinds of layers whose costs are guesses; all others follow rules or, where
             stages have seconds, measurements.
         schedule_text: Text of the schedule where its name does not say all: a user's own, or one

@@ -48,6 +48,7 @@ class PlanData(
     bubble: Amount | None = None
     assumed_size: int | None = None
     estimated: tuple[str, ...] = ()
+    kept_whole: tuple[str, ...] = ()
     schedule_text: str | None = None
     fallbacks: tuple[str, ...] = ()
     outputs: OutputUse | None = None

@@ -139,6 +139,8 @@ def _footer(plan: PlanData) -> list[str]:
     for i, stage in enumerate(plan.stages):
         if not stage.parameter_bytes + stage.constant_bytes and work[i] < IDLE * sum(work):
             lines.append(f"Stage {i} has no weights and next to no work: fewer stages would do.")
+    if plan.kept_whole:
+        lines.append(f"Layers that stay whole: {'; '.join(plan.kept_whole)}.")
     if plan.estimated:
         lines.append(f"Costs are guesses for: {', '.join(plan.estimated)}.")
     return lines

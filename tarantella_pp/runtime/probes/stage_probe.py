@@ -71,7 +71,7 @@ class StageProbe:
         refuse_effects(trace.function, self._module.layer, num_micro_batches, self._is_plain)
         for call in trace.drawn_by:
             raise UnsupportedModelError(
-                f"'{call.name}' ({type(call.operation).__name__}) draws random numbers of Python "
+                f"'{call.name}' ({call.kind}) draws random numbers of Python "
                 "or NumPy when it is traced, so each trace that a pipeline needs would compute "
                 "something else. Draw them with keras.random and a SeedGenerator of its own."
             )
@@ -219,7 +219,7 @@ def _another(tensor: tf.Tensor) -> tf.Tensor:
 def _mixes(call: Call | None, strange: Sequence[str]) -> UnsupportedModelError:
     what, how = "One of the layers", "gradient"
     if call is not None:
-        what, how = f"'{call.name}' ({type(call.operation).__name__})", "result"
+        what, how = f"'{call.name}' ({call.kind})", "result"
     elif strange:
         what = f"The layer of weight '{strange[0]}'"
     return UnsupportedModelError(

@@ -14,11 +14,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tarantella_pp.internals.functional import operation_fn, set_mask
+from tarantella_pp.internals.functional import set_mask
 from tarantella_pp.internals.state import only_traced
 from tarantella_pp.internals.training import logits_of
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
+from tarantella_pp.runtime.stage.running_calls import run_calls
 from tarantella_pp.runtime.stage.stage_boundary import (
     BoundaryTensor,
     StageBoundary,
@@ -53,10 +54,8 @@ def _activation(extracted: ExtractedModel, call: Call, tensor: int) -> Activatio
 
     def trace(*inputs: tf.Tensor) -> None:
         values = dict(zip(call.inputs, inputs, strict=True))
-        known = {key: values[t] for key, t in call.bindings.items()}
-        args, kwargs = call.arguments.fill_in(known)
-        results = operation_fn(call.operation, training=False)(*args, **kwargs)
-        made = keras.tree.flatten(results)[call.outputs.index(tensor)]
+        run_calls([call], values, {}, training=False)
+        made = values[tensor]
         logits = logits_of(made)
         alike = logits is not None and (logits.dtype, logits.shape) == (made.dtype, made.shape)
         kinds.append(_ACTIVATIONS.get(made.op.type) if alike else None)

@@ -9,11 +9,11 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.internals.functional import get_mask, operation_fn, set_mask
 from tarantella_pp.internals.training import added_losses, logits_of
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.stage.forward_state import BatchStatistics
 from tarantella_pp.runtime.stage.model_outputs import as_made
+from tarantella_pp.runtime.stage.running_calls import run_calls
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageBoundary
 
 # Values and indices of a sparse gradient.
@@ -137,7 +137,8 @@ class StageModule:
     def run(self, inputs: Sequence[tf.Tensor], training: bool) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Runs the nodes on one micro-batch."""
         with self.statistics.gathered(self.layer):
-            outputs, losses = self.layer(inputs, training=training)
+            told = None if self.layer.knows_no_training else training
+            outputs, losses = self.layer(inputs, training=told)
         dtype = keras.config.floatx()
         self.added_by[training] = tuple(name for name, _ in losses)
         added = [tf.cast(tf.reduce_sum(loss), dtype) for _, loss in losses]
@@ -192,31 +193,25 @@ class StageLayer(keras.layers.Layer):
     def __init__(self, calls: Sequence[Call], boundary: StageBoundary) -> None:
         super().__init__(name=f"stage_{boundary.index}", autocast=False)
         self.calls = tuple(calls)
+        self.knows_no_training = any(call.knows_no_training for call in calls)
         self.boundary = boundary
         self.observe: Callable[[Call, Sequence[Any]], None] | None = None
         layers = [c.operation for c in calls if isinstance(c.operation, keras.layers.Layer)]
         self.tracked = list(dict.fromkeys(layers))
+        # What the code of opened layers reads past the layers in them
+        held = {id(v) for layer in self.tracked for v in layer.variables}
+        read = {id(v): v for c in calls if c.place is not None for v in c.place.weights}
+        self.read = [v for key, v in read.items() if key not in held]
         self.built = True
 
     def call(
-        self, values: Sequence[Any], training: bool
+        self, values: Sequence[Any], training: bool | None = None
     ) -> tuple[list[Any], list[tuple[str, Any]]]:
         """Runs the nodes."""
         tensors, masks = self._received(values)
-        for call in self.calls:
-            for tensor in call.inputs:
-                # A layer may have taken the mask off an input that others still need it with.
-                hidden = tensor in call.unmasked
-                set_mask(tensors[tensor], None if hidden else masks.get(tensor))
-            known = {key: tensors[tensor] for key, tensor in call.bindings.items()}
-            args, kwargs = call.arguments.fill_in(known)
-            results = operation_fn(call.operation, training=training)(*args, **kwargs)
-            tensors.update(zip(call.outputs, keras.tree.flatten(results), strict=True))
-            if self.observe is not None:
-                self.observe(call, [tensors[tensor] for tensor in call.outputs])
-            masks.update((tensor, get_mask(tensors[tensor])) for tensor in call.outputs)
+        losses = run_calls(self.calls, tensors, masks, training, self.observe)
         outputs = [self._value(tensor, tensors, masks) for tensor in self.boundary.outputs]
-        return outputs, added_losses(self)
+        return outputs, [*added_losses(self), *losses]
 
     def _received(self, values: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
         tensors: dict[int, Any] = {}

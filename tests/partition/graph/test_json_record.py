@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.partition.graph.profile import NodeProfile, Profile
+from tarantella_pp.partition.profile import NodeProfile, Profile
 from tests.helpers.plans import chain_graph, plan_of
 
 RECORDS = [

@@ -214,7 +214,7 @@ def overriding():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (Subclassed, r"subclassed model \(class Subclassed.*keras.Model\(inputs, outputs\)"),
+        (Subclassed, r"subclassed model \(class Subclassed.*Call it once: model\(keras.Input"),
         (overriding, "class Doubled defines call"),
         (lambda: keras.Sequential([layers.Dense(2)]), "not built.*keras.Input"),
         (lambda: layers.Dense(2), "Expected a Keras model"),

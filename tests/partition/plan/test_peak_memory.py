@@ -8,8 +8,8 @@ import pytest
 from keras import layers
 
 from tarantella_pp.partition.graph.keras_reader import extract
-from tarantella_pp.partition.graph.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.graph.units import wire_bytes
+from tarantella_pp.partition.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.plan.peak_memory import (
     backward_bytes,
     message_bytes,

@@ -9,7 +9,7 @@ from keras import optimizers as opt
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.layer_graph import Weight
-from tarantella_pp.partition.graph.optimizer_slots import optimizer_name, optimizer_state_bytes
+from tarantella_pp.partition.optimizer_slots import optimizer_name, optimizer_state_bytes
 from tests.helpers.plans import costs_of
 from tests.helpers.traced import activation_bytes_total
 from tests.zoo import models

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tarantella_pp.errors import GraphError, PlanError
 from tarantella_pp.partition.graph.json_record import read
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Tensor, Weight
-from tarantella_pp.partition.graph.profile import NodeProfile, Profile
+from tarantella_pp.partition.profile import NodeProfile, Profile
 
 if TYPE_CHECKING:
     import networkx as nx

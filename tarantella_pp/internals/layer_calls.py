@@ -1,0 +1,97 @@
+"""Calls of layers inside of a layer, handed over one by one: all private names that this needs.
+
+Written against Keras 3.14 and 3.15; `tests/internals/test_layer_calls.py` says which of them a new
+version of Keras has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# Makes a call of a layer, given the way in which Keras makes it.
+CallHandler = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def new_graph(name: str) -> Any:
+    """A graph of TensorFlow as that of a function, to trace in."""
+    return tf.__internal__.FuncGraph(name)
+
+
+def is_stateful(operation: Any) -> bool:
+    """Whether an operation of a graph writes, draws or fails, besides computing."""
+    return bool(operation.op_def.is_stateful)
+
+
+def repeats_itself(layer: Any) -> bool:
+    """Whether the backward pass calls a layer anew (`keras.RematScope`)."""
+    return layer._remat_mode is not None
+
+
+@contextlib.contextmanager
+def functions_inside(are_inlined: bool) -> Iterator[None]:
+    """Has each `tf.function` that is called run as the code that it is made of, or not.
+
+    It would keep what it is traced with, placeholders in place of variables, for later calls.
+    """
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(are_inlined)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
+@contextlib.contextmanager
+def layer_calls(handler: CallHandler) -> Iterator[None]:
+    """Hands the calls of layers to a handler, those in the graph that is the default now."""
+    original, graph = keras.layers.Layer.__call__, tf.compat.v1.get_default_graph()
+
+    @functools.wraps(original)
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        # Inside of loops and branches the same code runs in other graphs.
+        if tf.compat.v1.get_default_graph() is not graph:
+            return original(layer, *args, **kwargs)
+        return handler(original, layer, args, kwargs)
+
+    keras.layers.Layer.__call__ = call
+    try:
+        yield
+    finally:
+        keras.layers.Layer.__call__ = original
+
+
+class GlueScope(keras.StatelessScope):  # type: ignore[misc]
+    """Between the calls of layers: `read` gives values of variables, `None` for the true one.
+
+    Nothing is written, and losses that are added come to `add`.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[Any], Any],
+        write: Callable[[Any], None],
+        add: Callable[[Any], None],
+    ) -> None:
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self._read, self._write, self._add = read, write, add
+
+    def get_current_value(self, variable: Any) -> Any:
+        """The value of a variable."""
+        written = super().get_current_value(variable)
+        return self._read(variable) if written is None else written
+
+    def add_update(self, update: Any) -> None:
+        """Takes note that a variable would change."""
+        self._write(update[0])
+        super().add_update(update)
+
+    def add_loss(self, loss: Any) -> None:
+        """Takes note of a loss that a layer adds."""
+        self._add(loss)
+        super().add_loss(loss)

@@ -1,0 +1,238 @@
+"""Runs nodes of a model, some of which are parts of layers that are opened.
+
+Of an opened layer a stage runs all of its own code, and makes those calls in it that are its own::
+
+    stage 0:  norm                   y = norm(x);  z = mlp(y) is a placeholder;  x + z
+    stage 1:  mlp, and the rest      y = norm(x) is what stage 0 sent;  z = mlp(y);  x + z
+
+What is not here is a placeholder, which TensorFlow leaves out with all that follows from it. That
+nothing follows from it which is of use is looked up in the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.internals.functional import get_mask, operation_fn, set_mask, tree
+from tarantella_pp.internals.layer_calls import GlueScope, functions_inside, layer_calls
+from tarantella_pp.internals.state import (
+    needs_only_shapes,
+    only_traced,
+    outside_stateless_scopes,
+)
+from tarantella_pp.partition.graph.calls import Call
+from tarantella_pp.partition.graph.layer_inside import LayerCall, Made, Path
+
+Values: TypeAlias = dict[int, Any]
+Observer: TypeAlias = Callable[[Call, Sequence[Any]], None]
+
+
+def run_calls(
+    calls: Sequence[Call],
+    tensors: Values,
+    masks: Values,
+    training: bool | None,
+    observe: Observer | None = None,
+) -> list[tuple[str, Any]]:
+    """Adds what the nodes make to the tensors and masks; returns losses that no layer keeps."""
+    losses: list[tuple[str, Any]] = []
+    groups = itertools.groupby(calls, lambda call: id(call.place.whole if call.place else call))
+    for _, group in groups:
+        some = list(group)
+        if some[0].place is None:
+            for call in some:
+                _run_call(call, tensors, masks, training, observe)
+        else:
+            losses += _OpenedRun(some, tensors, masks, observe).run(training)
+    return losses
+
+
+def _run_call(
+    call: Call, tensors: Values, masks: Values, training: bool | None, observe: Observer | None
+) -> None:
+    for tensor in call.inputs:
+        # A layer may have taken the mask off an input that others still need it with.
+        set_mask(tensors[tensor], None if tensor in call.unmasked else masks.get(tensor))
+    known = {key: tensors[tensor] for key, tensor in call.bindings.items()}
+    args, kwargs = call.arguments.fill_in(known)
+    results = operation_fn(call.operation, training=training)(*args, **kwargs)
+    tensors.update(zip(call.outputs, tree.flatten(results), strict=True))
+    _made(call, tensors, masks, observe)
+
+
+def _made(call: Call, tensors: Values, masks: Values, observe: Observer | None) -> None:
+    if observe is not None:
+        observe(call, [tensors[tensor] for tensor in call.outputs])
+    masks.update((tensor, get_mask(tensors[tensor])) for tensor in call.outputs)
+
+
+class _OpenedRun:
+    """Runs some parts of one call of an opened layer."""
+
+    def __init__(
+        self, calls: Sequence[Call], tensors: Values, masks: Values, observe: Observer | None
+    ) -> None:
+        self._first = calls[0]
+        places = [call.place for call in calls if call.place is not None]
+        self._whole, self._layer = places[0].whole, places[0].whole.layer
+        self._here = {p.path: (p, call) for p, call in zip(places, calls, strict=True)}
+        # The calls to be entered, for something inside of them is here
+        self._around = {path[:i] for path in self._here for i in range(len(path))}
+        self._around |= self._layer.paths & self._here.keys()
+        self._own = {id(variable) for call in calls for variable in call.variables}
+        self._tensors, self._masks, self._observe = tensors, masks, observe
+        self._losses: list[tuple[str, Any]] = []
+        self._missing: set[Any] = set()  # placeholders of what is not here
+        self._args: dict[Path, list[Any]] = {}  # tensors that calls were given, and their masks
+        self._open: list[tuple[Path, itertools.count[int]]] = []
+        self._in_leaf = False
+        self._only_shapes = needs_only_shapes()
+        self._inlines = tf.config.functions_run_eagerly()
+
+    def run(self, training: bool | None) -> list[tuple[str, Any]]:
+        """Runs the layer; returns the losses that its own code adds, if its rest is here."""
+        call = self._first
+        values = {}
+        for key, tensor in call.bindings.items():
+            values[key] = self._value(tensor, unmasked=tensor in call.unmasked)
+        args, kwargs = call.arguments.fill_in(values)
+        scope = GlueScope(self._read, self._write, self._add)
+        inlined = functions_inside(are_inlined=True)
+        with scope, layer_calls(self._called), inlined, only_traced():
+            operation_fn(self._whole.operation, training=training)(*args, **kwargs)
+        self._check()
+        return self._losses
+
+    def _value(self, tensor: int, unmasked: bool = False) -> Any:
+        """A tensor that is here, or a placeholder for it, with its mask."""
+        spec, mask = self._whole.tensors[tensor], None
+        if tensor in self._tensors:
+            value = self._tensors[tensor]
+            mask = self._masks.get(tensor)
+        else:
+            value = self._placeholder(spec.dtype, spec.shape)
+            if spec.mask_shape is not None:
+                mask = self._placeholder("bool", spec.mask_shape)
+        set_mask(value, None if unmasked else mask)
+        return value
+
+    def _placeholder(self, dtype: str, shape: Any) -> Any:
+        value = tf.compat.v1.placeholder(dtype, shape)
+        self._missing.add(value.ref())
+        return value
+
+    def _read(self, variable: Any) -> Any:
+        if id(variable) in self._own:
+            return None
+        return self._placeholder(variable.dtype, variable.shape)
+
+    def _write(self, variable: Any) -> None:
+        raise self._error(f"writes '{variable.path}' outside of its layers")
+
+    def _add(self, loss: Any) -> None:
+        if () in self._here:
+            self._losses.append((self._whole.operation.name, loss))
+
+    def _called(self, call: Any, layer: Any, args: Any, kwargs: Any) -> Any:
+        if self._in_leaf:
+            return call(layer, *args, **kwargs)
+        path: Path = ()
+        if self._open:
+            path = (*self._open[-1][0], next(self._open[-1][1]))
+        known = self._layer.calls.get(path)
+        if known is None or known.layer is not layer:
+            raise self._error(f"calls '{layer.name}' now, and not when it was read")
+        if path in self._around:
+            result = self._enter(path, call, layer, args, kwargs)
+        elif path in self._here:
+            flat = tree.flatten((args, kwargs))
+            tensors = [value for value in flat if isinstance(value, tf.Tensor)]
+            self._args[path] = [*tensors, *map(get_mask, tensors)]
+            result = self._make(call, layer, args, kwargs)
+        else:
+            given = tree.flatten((args, kwargs))
+            for place in known.removes:
+                set_mask(given[place], None)
+            return self._packed(known)
+        if path in self._here:
+            values = [value for value in tree.flatten(result) if isinstance(value, tf.Tensor)]
+            self._tensors.update(zip(self._whole.made[path], values, strict=True))
+            _made(self._here[path][1], self._tensors, self._masks, self._observe)
+            return result
+        is_known = all(tensor in self._tensors for tensor in self._whole.made[path])
+        return self._packed(known) if is_known else result
+
+    def _enter(self, path: Path, call: Any, layer: Any, args: Any, kwargs: Any) -> Any:
+        self._open.append((path, itertools.count()))
+        try:
+            result = call(layer, *args, **kwargs)
+        finally:
+            _, places = self._open.pop()
+        if next(places) != len(self._layer.calls[path].inner):
+            raise self._error(f"'{layer.name}' calls fewer layers than when it was read")
+        return result
+
+    def _make(self, call: Any, layer: Any, args: Any, kwargs: Any) -> Any:
+        self._in_leaf = True
+        try:
+            as_it_is = functions_inside(are_inlined=self._inlines)
+            with outside_stateless_scopes(), as_it_is, only_traced(self._only_shapes):
+                return call(layer, *args, **kwargs)
+        finally:
+            self._in_leaf = False
+
+    def _packed(self, known: LayerCall) -> Any:
+        """The result of a call, of tensors that are here, and of placeholders."""
+        made = self._whole.made.get(known.path, ())
+
+        def value(part: Any) -> Any:
+            return self._value(made[part.place]) if isinstance(part, Made) else part
+
+        return tree.map_structure(value, known.result)
+
+    def _check(self) -> None:
+        """Refuses parts that follow from something else than when the layer was read."""
+        known: dict[Any, set[int]] = {}
+        for tensor, value in (*self._tensors.items(), *self._masks.items()):
+            if value is not None:
+                known.setdefault(value.ref(), set()).add(tensor)
+        for place, call in self._here.values():
+            made = [values.get(t) for values in (self._tensors, self._masks) for t in call.outputs]
+            made += [] if place.path else [loss for _, loss in self._losses]
+            found, is_missing = self._sources(made, known, set(call.outputs))
+            if is_missing:
+                raise self._error(f"'{call.name}' needs more than when it was read")
+            # What a call is given may be there for its effects alone.
+            found |= self._sources(self._args.get(place.path, ()), known, set())[0]
+            if not place.needs <= found:
+                raise self._error(f"'{call.name}' needs less than when it was read")
+
+    def _sources(
+        self, tensors: Sequence[Any], known: dict[Any, set[int]], own: set[int]
+    ) -> tuple[set[int], bool]:
+        """The tensors of the model that some follow from, and whether from missing ones, too."""
+        needed = [tensor for tensor in tensors if tf.is_symbolic_tensor(tensor)]
+        found, seen, is_missing = set[int](), set[Any](), False
+        while needed:
+            tensor = needed.pop()
+            if tensor.ref() in seen:
+                continue
+            seen.add(tensor.ref())
+            others = known.get(tensor.ref(), set()) - own
+            found |= others
+            is_missing |= tensor.ref() in self._missing
+            needed += [] if others else tensor.op.inputs
+        return found, is_missing
+
+    def _error(self, what: str) -> UnsupportedModelError:
+        name = self._whole.operation.name
+        return UnsupportedModelError(
+            f"Layer '{name}' is cut into stages, and {what}. Its `call` must make the same calls "
+            "whenever it runs, and must not look at values, or plan with fewer stages, so that it "
+            "stays whole."
+        )

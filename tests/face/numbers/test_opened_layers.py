@@ -1,0 +1,168 @@
+"""Layers and subclassed models that are opened train as in plain Keras, to the last digits."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.models.data_parallel_model import Model
+from tarantella_pp.models.make_plan import make_plan
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.partition.graph.keras_reader import extract
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import (
+    LABELS,
+    ROUNDING,
+    Case,
+    X,
+    Y,
+    adamw,
+    data_of_rank,
+    distance,
+    finish,
+    floats,
+    integers,
+    logits,
+    make,
+    regression,
+    use_float64,
+)
+from tests.zoo import opened
+
+pytestmark = pytest.mark.keras
+
+IDS = integers(7, 5, seed=3)
+OPENED = {
+    "encoder": Case(opened.encoder, IDS, integers(7, seed=8), logits),
+    "deaf": Case(opened.deaf, IDS, integers(7, seed=8), logits),
+    "variational": Case(
+        opened.variational,
+        X,
+        {"mean": Y, "kind": LABELS % 2},
+        lambda: {
+            "optimizer": adamw(),
+            "loss": {"mean": "mse", "kind": "sparse_categorical_crossentropy"},
+        },
+    ),
+    "temporal": Case(opened.temporal, floats(5, 2), Y, regression()),
+    "twice": Case(opened.twice, floats(5, 4), Y, regression()),
+}
+RUNS = [("encoder", 4), ("deaf", 2), ("variational", 3), ("temporal", 4)]
+
+
+@functools.cache
+def plain(name):
+    return finish(make(OPENED[name]), OPENED[name])
+
+
+@pytest.mark.parametrize(("name", "stages"), RUNS)
+def test_parts_of_layers_train_like_the_whole(name, stages):
+    model = make(OPENED[name], num_stages=stages, num_micro_batches=2)
+    stages_of_layer = {
+        stage
+        for node, stage in zip(model.plan.node_names, model.plan.assignment, strict=True)
+        if "/" in node
+    }
+    assert len(stages_of_layer) > 1  # it is cut inside of a layer
+    assert distance(plain(name), finish(model, OPENED[name])) < ROUNDING
+
+
+def test_one_operation_is_told_no_more_of_training_than_by_keras():
+    case = OPENED["deaf"]
+    keras.utils.set_random_seed(1)
+    model = Model(opened.Deaf(), inputs=keras.Input((5,), dtype="int32"), num_micro_batches=2)
+    model.compile(**case.compiled())
+    assert distance(plain("deaf")["weights"], finish(model, case)["weights"], "weights") < ROUNDING
+
+
+def on_ranks(name, path):
+    """Trains a model that no rank has all of, and saves it."""
+    use_float64()
+    case = OPENED[name]
+    keras.utils.set_random_seed(1)
+    model = PipelineModel(case.build, num_stages=2, num_micro_batches=2)
+    model.compile(**case.compiled())
+    outcome = finish(model, data_of_rank(case))
+    model.save(path)
+    return outcome
+
+
+@pytest.mark.mpi
+def test_ranks_have_their_parts_of_a_layer_only_and_write_one_file(tmp_path):
+    path = str(tmp_path / "model.keras")
+    case, reference = OPENED["encoder"], plain("encoder")
+    for outcome in mpi_run(2, on_ranks, "encoder", path, timeout=240).check().results:
+        assert distance(reference, outcome) < ROUNDING
+    kinds = {kind.__name__: kind for kind in (opened.Block, opened.Encoder, opened.Tokens)}
+    loaded = keras.models.load_model(path, kinds)
+    assert distance(reference["predictions"], loaded.predict(case.x, verbose=0).tolist()) < ROUNDING
+
+
+def test_a_plan_opens_the_same_layers_again(tmp_path):
+    model = make(OPENED["twice"], num_stages=4, num_micro_batches=2)
+    model.plan.save(tmp_path / "plan.json")
+    again = make(OPENED["twice"], plan=tmp_path / "plan.json")
+    assert again.plan.assignment == model.plan.assignment
+    assert {stage.nodes for stage in again.plan.stages} == {s.nodes for s in model.plan.stages}
+
+
+def test_layers_are_opened_only_where_that_helps():
+    model = opened.twice()
+    closed = extract(model)
+    assert [call.name for call in closed.calls if call.kind == "Block"] == ["block", "block:1"]
+    assert all(node.flops_source == "analytic" for node in closed.graph.nodes)
+    parts = sum(node.flops for node in closed.at_level(12).graph.nodes)
+    assert parts == pytest.approx(sum(node.flops for node in closed.graph.nodes))
+    assert make_plan(model, 2).node_names == tuple(call.name for call in closed.calls)
+
+
+def test_reading_leaves_a_model_as_it_was():
+    model = opened.encoder()
+    layers = model._flatten_layers()
+    nodes = [len(layer._inbound_nodes) for layer in layers]
+    before = [variable.numpy() for variable in model.variables]
+    call = keras.layers.Layer.__call__
+    extract(model).at_level(12)
+    assert [len(layer._inbound_nodes) for layer in layers] == nodes
+    assert keras.layers.Layer.__call__ is call
+    for one, other in zip(before, model.variables, strict=True):
+        np.testing.assert_array_equal(one, other.numpy())
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("random", "writes 'seed_generator"),
+        ("variable", "does not only compute outside of its layers"),
+        ("flag", "calls other layers, or in another way"),
+        ("values", "cannot be called on placeholders"),
+    ],
+)
+def test_a_layer_stays_whole_where_its_inside_cannot_be_parted(how, why):
+    x = keras.Input((6,))
+    model = keras.Model(x, keras.layers.Dense(3)(opened.Pair(how)(x)))
+    read = extract(model)
+    assert [call.kind for call in read.at_level(12).calls] == ["Pair", "Dense"]
+    assert why in read.kept_whole["pair"]
+    with pytest.raises(ConfigurationError, match=f"at most 2 stages.*'pair' {why}"):
+        PipelineModel(model, num_stages=3)
+
+
+def test_functions_of_tensorflow_are_opened_and_keep_working():
+    layer, x = opened.Pair("function"), keras.Input((6,))
+    model = keras.Model(x, keras.layers.Dense(3)(layer(x)))
+    assert [call.name for call in extract(model).at_level(12).calls][:2] == [
+        f"pair/{layer.first.name}",
+        f"pair/{layer.second.name}",
+    ]
+    expected = layer.second(layer.first(np.ones((1, 6))))
+    np.testing.assert_allclose(layer(np.ones((1, 6))), expected)
+
+
+def test_a_subclassed_model_must_have_been_called_on_symbolic_inputs():
+    model = opened.VariationalEncoder()
+    model(np.ones((2, 6)))
+    with pytest.raises(UnsupportedModelError, match=r"Call it once: model\(keras.Input"):
+        PipelineModel(model, num_stages=2)

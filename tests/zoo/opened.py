@@ -1,0 +1,193 @@
+"""Models whose operations are inside of layers and of subclassed models, as people write them."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+
+class Block(layers.Layer):
+    """A transformer block: masks, a flag, and a weight of its own between the layers."""
+
+    def __init__(self, width, rate=0.0, **options):
+        super().__init__(**options)
+        self.supports_masking = True
+        self.norms = [layers.LayerNormalization() for _ in range(2)]
+        self.attention = layers.MultiHeadAttention(2, width // 2, dropout=rate, use_bias=False)
+        self.mlp = keras.Sequential(
+            [layers.Dense(2 * width, activation="gelu"), layers.Dense(width)]
+        )
+        self.dropout = layers.Dropout(rate)
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[-1:], initializer="ones", regularizer="l2")
+        self.norms[0].build(shape)
+        self.norms[1].build(shape)
+        self.attention.build(shape, shape)
+        self.mlp.build(shape)
+
+    def call(self, x, training=None):
+        batch, length = ops.shape(x)[0], ops.shape(x)[1]
+        causal = ops.arange(length)[:, None] >= ops.arange(length)
+        causal = ops.broadcast_to(causal[None], (batch, length, length))
+        y = self.norms[0](x)
+        x = x + self.scale * self.attention(y, y, attention_mask=causal, training=training)
+        return x + self.dropout(self.mlp(self.norms[1](x)), training=training)
+
+
+class Tokens(layers.Layer):
+    def __init__(self, width, **options):
+        super().__init__(**options)
+        self.words = layers.Embedding(7, width, mask_zero=True)
+        self.places = layers.Embedding(5, width)
+
+    def call(self, ids):
+        return self.words(ids) + self.places(ops.arange(ops.shape(ids)[-1]))
+
+    def compute_mask(self, ids, mask=None):
+        return self.words.compute_mask(ids)
+
+
+class Encoder(keras.Model):
+    """Subclassed, with blocks in a list, a loss of its own and the embedding's weights again."""
+
+    def __init__(self, rate=0.0, blocks=2, **options):
+        super().__init__(**options)
+        self.tokens = Tokens(4)
+        self.blocks = [Block(4, rate) for _ in range(blocks)]
+        self.pool = layers.GlobalAveragePooling1D()
+        self.head = layers.Dense(7, activity_regularizer="l2")
+
+    def call(self, ids, training=None):
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x, training=training)
+        self.add_loss(1e-2 * ops.mean(ops.square(x)))
+        logits = self.head(self.pool(x))
+        return logits + ops.matmul(x[:, 0], ops.transpose(self.tokens.words.embeddings))
+
+
+class Deaf(Encoder):
+    """Is not told whether it trains, so nothing in it trains: no dropout, as in plain Keras."""
+
+    def __init__(self):
+        super().__init__(rate=0.5, blocks=1)
+
+    def call(self, ids):
+        return super().call(ids)
+
+
+class VariationalEncoder(keras.Model):
+    """Several outputs by name, and a layer that two calls share."""
+
+    def __init__(self):
+        super().__init__(name="variational")
+        self.shared = layers.Dense(6, activation="tanh")
+        self.norm = layers.BatchNormalization()
+        self.mean, self.spread = layers.Dense(3), layers.Dense(2, activation="softmax")
+
+    def call(self, x, training=False):
+        x = self.shared(x) + 0.5 * self.shared(ops.flip(x, -1))
+        if training:
+            x = x * 1.0
+        return {"mean": self.mean(x), "kind": self.spread(x)}
+
+
+class Residual(layers.Layer):
+    """As in temporal convolutional networks; its skip connections leave it as a second result."""
+
+    def __init__(self, dilation, **options):
+        super().__init__(**options)
+        self.first = layers.Conv1D(4, 2, padding="causal", dilation_rate=dilation)
+        self.second = layers.Conv1D(4, 2, padding="causal", dilation_rate=dilation)
+        self.match = layers.Conv1D(4, 1)
+        self.relu = layers.Activation("relu")
+
+    def call(self, x):
+        y = self.relu(self.second(self.relu(self.first(x))))
+        return self.relu(self.match(x) + y), y
+
+
+class Temporal(layers.Layer):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.blocks = [Residual(d) for d in (1, 2)]
+        self.add = layers.Add()
+
+    def call(self, x):
+        skips = []
+        for block in self.blocks:
+            x, skip = block(x)
+            skips.append(skip)
+        return self.add(skips)[:, -1]
+
+
+def symbolic(model, *shape, dtype="float64"):
+    model(keras.Input(shape, dtype=dtype))
+    return model
+
+
+def encoder():
+    return symbolic(Encoder(), 5, dtype="int32")
+
+
+def deaf():
+    return symbolic(Deaf(), 5, dtype="int32")
+
+
+def variational():
+    return symbolic(VariationalEncoder(), 6)
+
+
+def temporal():
+    x = keras.Input((5, 2))
+    return keras.Model(x, layers.Dense(3)(Temporal()(x)))
+
+
+def twice():
+    """One composite layer, called twice, in a Functional model."""
+    block, x = Block(4, name="block"), keras.Input((5, 4))
+    y = block(layers.Dense(4)(block(x)))
+    return keras.Model(x, layers.Dense(3)(layers.GlobalAveragePooling1D()(y)))
+
+
+def mixed():
+    """Composite layers that compute in another type than the rest."""
+    x = keras.Input((5, 4))
+    y = Block(4, dtype="float32", name="block")(x)
+    return keras.Model(x, layers.Dense(3)(layers.GlobalAveragePooling1D()(y)))
+
+
+class Pair(layers.Layer):
+    """Two layers, and something between them that keeps it whole."""
+
+    def __init__(self, how):
+        super().__init__(name="pair")
+        self.how, self.first, self.second = how, layers.Dense(6), layers.Dense(6)
+        self.generator = keras.random.SeedGenerator(1)
+        self.function = tf.function(lambda x: self.second(self.first(x)), autograph=False)
+        self.table = tf.Variable(np.ones((6,)))
+        self.build((None, 6))
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.second.build(shape)
+        self.built = True
+
+    def compute_output_shape(self, shape):
+        return shape
+
+    def call(self, x, training=False):
+        if self.how == "random":
+            x = x + keras.random.normal(ops.shape(x), seed=self.generator)
+        if self.how == "function":
+            return self.function(x)
+        if self.how == "variable":
+            x = x * self.table
+        if self.how == "flag" and training:
+            return self.first(x)
+        if self.how == "values" and float(ops.max(x)) > 0:
+            return x
+        return self.second(self.first(x))

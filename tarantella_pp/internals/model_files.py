@@ -6,6 +6,8 @@ a new version of Keras has changed.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import warnings
 import zipfile
@@ -13,10 +15,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
+from unittest import mock
 
+import h5py
 import keras
+import numpy as np
 from keras.src.saving import saving_lib
 from keras.src.saving.serialization_lib import ObjectSharingScope
+
+from tarantella_pp.internals.state import needs_only_shapes, outside_stateless_scopes
 
 # What is what in a `.keras` file.
 CONFIG, METADATA, WEIGHTS, ASSETS = "config.json", "metadata.json", "model.weights.h5", "assets"
@@ -45,6 +52,55 @@ def twin_of(model: Any, **changes: Any) -> Any:
     twin = object.__new__(type(model))
     object.__setattr__(twin, "__dict__", {**vars(model), **changes})
     return twin
+
+
+class StoredValue:
+    """A value in a file, which is an initializer: it is read when a rank needs it."""
+
+    def __init__(self, path: str, dataset: Any) -> None:
+        self.path, self.name = path, dataset.name
+        self.shape = dataset.shape
+        packed = dataset.attrs.get("dtype") == "bfloat16"  # which HDF5 does not know
+        self.dtype = keras.ops.zeros((), "bfloat16").numpy().dtype if packed else dataset.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """Reads it."""
+        with h5py.File(self.path, "r") as file:
+            return np.array(file[self.name], self.dtype).astype(dtype or self.dtype, copy=False)
+
+    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+        """Reads it, for a variable that begins with it."""
+        if needs_only_shapes():
+            return keras.ops.zeros(shape, dtype)
+        return keras.ops.convert_to_tensor(np.asarray(self), dtype)
+
+
+@contextlib.contextmanager
+def values_read_later() -> Iterator[None]:
+    """Lets variables without memory that a file is loaded into begin with what it has of them."""
+    maker: Any = next(kind for kind in keras.Variable.__mro__ if "assign" in vars(kind))
+    read, assign = saving_lib.H5IOStore.__getitem__, maker.assign
+
+    def stored(store: Any, key: str) -> Any:
+        dataset = saving_lib.safe_get_h5_dataset(store._h5_entry_group, key)
+        if store.mode != "r" or store.archive or not hasattr(dataset, "attrs"):
+            return read(store, key)
+        return StoredValue(os.path.abspath(dataset.file.filename), dataset)
+
+    def assigned(variable: Any, value: Any) -> Any:
+        if variable._value is not None:
+            with outside_stateless_scopes():
+                return assign(variable, value)
+        if not isinstance(value, StoredValue) or value.shape != tuple(variable.shape):
+            return assign(variable, value)  # which is refused
+        variable._initializer = value
+        return value
+
+    with (
+        mock.patch.object(saving_lib.H5IOStore, "__getitem__", stored),
+        mock.patch.object(maker, "assign", assigned),
+    ):
+        yield
 
 
 def called_by_writer() -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -13,16 +15,20 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.internals.model_files import StoredValue, deserialized, values_read_later
 from tarantella_pp.internals.state import (
     given_values_kept,
     initializer_of,
     variables_without_values,
 )
+from tarantella_pp.runtime.comm.collective import contents_of
 from tarantella_pp.runtime.comm.communicator import world
-from tarantella_pp.runtime.weights.remote_variables import make_deferred
+from tarantella_pp.runtime.weights.remote_variables import initialize_deferred, make_deferred
 
 # Layers in a row that Keras, which finds its way through a model by recursion, may meet.
 DEEPEST = 100_000
+# Numbers in what has its value at once: seeds and meters, which may belong to no layer.
+SEED = 2
 
 
 @contextlib.contextmanager
@@ -33,12 +39,15 @@ def deferred_init() -> Iterator[None]:
     bits that they would have had. So a model may be larger than the memory of any rank. A
     `PipelineModel` of a function that builds a model does all of this by itself.
 
+    Weights that are loaded inside from a file of Keras on the disk (`load_weights`, or
+    `from_preset` of KerasHub for a local folder) are read by each rank for its own stages, when the
+    model is wrapped.
+
     All ranks must enter it together. They go on with the random state of rank 0, and Keras draws
-    the seeds of initializers from it. Compile the model, and load or set weights, after it was
-    wrapped.
+    the seeds of initializers from it.
 
     Raises:
-        ConfigurationError: If weights are set or an optimizer is made inside, which would be lost.
+        ConfigurationError: If weights are set inside to values in memory, which would be lost.
         UnsupportedModelError: If a weight begins with what Keras does not know how to make again.
 
     Example::
@@ -53,27 +62,22 @@ def deferred_init() -> Iterator[None]:
     random.setstate((version, tuple(numbers), gauss))
     made: list[Any] = []
     try:
-        with variables_without_values(made) as assigned:
+        with given_values_kept(), values_read_later(), variables_without_values(made) as assigned:
             yield
-    except ValueError as error:
-        if "stateless scope" not in str(error):
-            raise
-        raise ConfigurationError(
-            "Under `deferred_init()` variables have no values, so none can be made of values: "
-            "optimizers, and layers that pass arrays to `keras.Variable`. Compile the model "
-            "after it was wrapped, and use `add_weight` with an initializer."
-        ) from error
     finally:
         for variable in made:
             make_deferred(variable)
     lost = [variable.path for variable in made if id(variable) in assigned]
     if lost:
         raise ConfigurationError(
-            f"Weights were set under `deferred_init()`, where they have no memory: {lost[:5]}. Set "
-            "or load them after the model was wrapped in a PipelineModel."
+            f"Weights were set under `deferred_init()`, where they have no memory: {lost[:5]}. "
+            "Load them from a file that `save_weights` wrote on the disk, or set them after the "
+            "model was wrapped in a PipelineModel."
         )
     for variable in made:
         _check_initializer(variable)
+        if math.prod(variable.shape) <= SEED:
+            initialize_deferred(variable)
 
 
 @contextlib.contextmanager
@@ -83,7 +87,7 @@ def only_shapes() -> Iterator[None]:
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, DEEPEST))
     try:
-        with given_values_kept(), variables_without_values(made):
+        with given_values_kept(), values_read_later(), variables_without_values(made):
             yield
     finally:
         sys.setrecursionlimit(limit)
@@ -93,8 +97,6 @@ def only_shapes() -> Iterator[None]:
 
 def described_model(config: dict[str, Any]) -> Any:
     """Makes the model that the configuration in a `.keras` file describes, not compiled."""
-    from tarantella_pp.internals.model_files import deserialized
-
     return deserialized({**config, "compile_config": None})
 
 
@@ -105,16 +107,21 @@ def initial_values(model: keras.Model) -> str:
 
 
 def _described(initializer: Any) -> str:
+    if isinstance(initializer, StoredValue):
+        return f"{initializer.name} of {_contents(initializer.path)}"
     if isinstance(initializer, keras.initializers.Initializer):
         return json.dumps(keras.saving.serialize_keras_object(initializer), sort_keys=True)
     return getattr(initializer, "__qualname__", "")
+
+
+_contents = functools.lru_cache(maxsize=None)(contents_of)  # of files with many weights
 
 
 def _check_initializer(variable: Any) -> None:
     """Refuses what may give another value on another rank, or at another time."""
     initializer = initializer_of(variable)
     kind = initializer if hasattr(initializer, "__qualname__") else type(initializer)
-    if not kind.__module__.startswith("keras."):
+    if not kind.__module__.startswith(("keras.", StoredValue.__module__)):
         raise UnsupportedModelError(
             f"Weight '{variable.path}' begins with what {kind.__qualname__} gives, of which Keras "
             "does not know whether it gives the same on every rank. Use an initializer of Keras, "

@@ -89,7 +89,8 @@ def load_model(
         )
         distributed = _wrapped(model, options)
         if by_share:
-            _compile_as(distributed, compilation if compile else None, objects, safe_mode)
+            if compile:  # also what its constructor has compiled by default
+                _compile_as(distributed, compilation, objects, safe_mode, again=True)
             with world().call("load_model (weights)"):
                 distributed._read_state(file)
     return distributed
@@ -303,9 +304,10 @@ def _compile_as(
     compilation: Any,
     custom_objects: Mapping[str, Any] | None = None,
     safe_mode: bool = True,
+    again: bool = False,
 ) -> None:
     """Compiles a distributed model as a configuration says, if it is not; takes all ranks."""
-    if not compilation or model.compiled:
+    if not compilation or (model.compiled and not again):
         return
     given: dict[str, Any] = {}
     with world().call("compile (configuration)"), keras.saving.CustomObjectScope(custom_objects):
@@ -324,7 +326,7 @@ def _reason_of(model: Any) -> str:
         return f"{type(model).__name__} '{model.name}' is not a graph of layers with known shapes"
     if type(model).__module__.startswith("keras."):
         return ""
-    for name in ("compile", "get_compile_config", "compile_from_config"):
+    for name in ("get_compile_config", "compile_from_config"):
         if getattr(type(model), name) is not getattr(keras.Model, name):
             return f"{type(model).__name__} '{model.name}' has a {name} of its own"
     inside = {id(variable) for variable in extract(model).variables}

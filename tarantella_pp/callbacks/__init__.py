@@ -14,9 +14,11 @@ from tarantella_pp.dependencies import needed_for
 
 if TYPE_CHECKING:
     from tarantella_pp.callbacks.checkpoint import Checkpoint
+    from tarantella_pp.callbacks.on_one_rank import OnOneRank
     from tarantella_pp.callbacks.timeline import Timeline
 
-__all__ = ["Checkpoint", "Timeline"]
+__all__ = ["Checkpoint", "OnOneRank", "Timeline"]
+_FILES = {"Checkpoint": "checkpoint", "OnOneRank": "on_one_rank", "Timeline": "timeline"}
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +26,4 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with needed_for("tarantella_pp.callbacks"):
-        return getattr(importlib.import_module(f"{__name__}.{name.lower()}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{_FILES[name]}"), name)

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from tarantella_pp.callbacks.checkpoint import Checkpoint
+from tarantella_pp.callbacks.on_one_rank import OnOneRank
 from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.data import make_its_folder
@@ -31,6 +32,7 @@ _ONE_RANK = (
 # They change or stop training, or save the model.
 _ALL_RANKS = (
     Checkpoint,
+    OnOneRank,
     Timeline,
     keras.callbacks.EarlyStopping,
     keras.callbacks.LearningRateScheduler,
@@ -96,7 +98,13 @@ def _of_rank(callback: Any, model: Any, communicator: Communicator) -> Iterator[
 
 
 def _check(callback: Any) -> None:
-    """Refuses callbacks that would write what one process holds."""
+    """Refuses callbacks that would write what one process holds, and one rank for what all do."""
+    inner = callback.callback if isinstance(callback, OnOneRank) else None
+    if isinstance(inner, (*_ALL_RANKS, keras.callbacks.BackupAndRestore)):
+        raise ConfigurationError(
+            f"Callback {type(inner).__name__} stops training, sets a rate or saves, which takes "
+            "all ranks. Pass it without OnOneRank."
+        )
     orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())
     if isinstance(callback, (keras.callbacks.BackupAndRestore, orbax)):
         raise ConfigurationError(

@@ -110,6 +110,12 @@ def hides_its_graph(model: Any) -> bool:
     return is_model and not (network_of(model) is not None and runs_its_graph(model))
 
 
+def adopt_layers(model: Any, other: Any) -> None:
+    """Has a model count its layers, and with them its weights, in the order of another one."""
+    if isinstance(other, Functional):
+        object.__setattr__(model, "_layers", list(other._layers))
+
+
 def is_plain_call(model: Any) -> bool:
     """Returns whether a nested model adds nothing of its own to the operations in it."""
     return bool(

@@ -23,12 +23,17 @@ from tarantella_pp.internals.state import (
 )
 from tarantella_pp.runtime.comm.collective import contents_of
 from tarantella_pp.runtime.comm.communicator import world
-from tarantella_pp.runtime.weights.remote_variables import initialize_deferred, make_deferred
+from tarantella_pp.runtime.weights.remote_variables import (
+    initialize_deferred,
+    is_stale,
+    make_deferred,
+)
 
 # Layers in a row that Keras, which finds its way through a model by recursion, may meet.
 DEEPEST = 100_000
-# Numbers in what has its value at once: seeds and meters, which may belong to no layer.
+# Numbers in what is no weight: seeds and meters, which may belong to no layer.
 SEED = 2
+_SMALL: list[Any] = []  # such variables of models that are not wrapped yet
 
 
 @contextlib.contextmanager
@@ -76,8 +81,16 @@ def deferred_init() -> Iterator[None]:
         )
     for variable in made:
         _check_initializer(variable)
-        if math.prod(variable.shape) <= SEED:
+    _SMALL.extend(variable for variable in made if math.prod(variable.shape) <= SEED)
+
+
+def initialize_beside(model: keras.Model) -> None:
+    """Gives seeds and meters that belong to none of a model's layers their values."""
+    weights = {id(variable) for variable in model.variables}
+    for variable in _SMALL:
+        if id(variable) not in weights and is_stale(variable):
             initialize_deferred(variable)
+    _SMALL.clear()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Loops that a model's class puts around those of Keras: what it makes of its data stays.
+"""What a model's class puts around Keras' loops, and around `compile`: it stays.
 
 A class whose `fit` prepares the data, and calls that of Keras with what it has made of them, runs
 as it is, with the user's own model; only what it calls is another loop::
@@ -20,15 +20,14 @@ import keras
 from tarantella_pp.runtime.comm.collective import of_keras_fit
 from tarantella_pp.runtime.data_adapter import data_made_of
 
-# Loops of Keras over data; what they are called with besides data all ranks compare themselves.
-_LOOPS = (
-    "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch",
+_METHODS = (
+    "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "compile",
 )  # fmt: skip
 _DATA = ("x", "y", "sample_weight", "validation_data", "class_weight")
 
 
 def surrounded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Has a loop run within that of the wrapped model's class, if it has one."""
+    """Has a method run within that of the wrapped model's class, if it has one."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -37,8 +36,8 @@ def surrounded(method: Callable[..., Any]) -> Callable[..., Any]:
         own = getattr(type(plain), name)
         if own is getattr(keras.Model, name) or of_keras_fit(kwargs):
             return method(model, *args, **kwargs)
-        if (args[0] if args else kwargs.get("x")) is None:  # another rank reads the data
-            return method(model, *args, **kwargs)
+        if name != "compile" and (args[0] if args else kwargs.get("x")) is None:
+            return method(model, *args, **kwargs)  # another rank reads the data
         data = [args, {key: kwargs[key] for key in _DATA if key in kwargs}]
         with _instead_of_keras(plain, model), data_made_of(data):
             return own(plain, *args, **kwargs)
@@ -49,11 +48,12 @@ def surrounded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _instead_of_keras(plain: Any, model: Any) -> Iterator[None]:
-    """Lets loops of Keras that a model's class calls be those of another model."""
+    """Lets what a model's class calls of Keras be of another model."""
 
-    def loop(name: str) -> Callable[..., Any]:
+    def instead(name: str) -> Callable[..., Any]:
         of_keras, ours = getattr(keras.Model, name), getattr(type(model), name).__wrapped__
 
+        @functools.wraps(of_keras)
         def run(which: Any, *args: Any, **kwargs: Any) -> Any:
             if which is plain:
                 return ours(model, *args, **kwargs)
@@ -61,6 +61,6 @@ def _instead_of_keras(plain: Any, model: Any) -> Iterator[None]:
 
         return run
 
-    ours: dict[str, Any] = {name: loop(name) for name in _LOOPS}
+    ours: dict[str, Any] = {name: instead(name) for name in _METHODS}
     with mock.patch.multiple(keras.Model, **ours):
         yield

@@ -10,14 +10,19 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError, checked_count
-from tarantella_pp.internals.functional import sublayers
+from tarantella_pp.internals.functional import adopt_layers, sublayers
 from tarantella_pp.internals.optimizers import with_loss_scaling
 from tarantella_pp.internals.state import compiled_with, forget_functions
 from tarantella_pp.internals.training import compile_loss
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.agreed_plan import agreed_plan
 from tarantella_pp.models.collective_model import CollectiveModel
-from tarantella_pp.models.deferred_init import deferred_init, initial_values
+from tarantella_pp.models.deferred_init import (
+    deferred_init,
+    initial_values,
+    initialize_beside,
+)
+from tarantella_pp.models.own_loops import surrounded
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.options import PlanOptions, Recompute
@@ -152,6 +157,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             replicas = replicas if communicator.size > 1 else 1
             groups = ProcessGroups.of(communicator, replicas, agreed.placement)
             super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
+            adopt_layers(self, model)
             self.dtype_policy = model.dtype_policy
             if not model.trainable:
                 self._freeze_whole(model)
@@ -161,6 +167,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
                 check_every=check_replicas,
             )  # fmt: skip
             self._engine.weights.start_alike()
+            initialize_beside(model)
         if model.compiled:
             self._compile_like(model)
 
@@ -174,7 +181,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
     def _compile_like(self, model: keras.Model) -> None:
         """Takes over optimizer, loss and metrics of the wrapped model."""
         model.reset_metrics()  # Keras' `fit` does not at first, of metrics that are not its own
-        self.compile(**compiled_with(model))
+        PipelineModel.compile.__wrapped__(self, **compiled_with(model))  # type: ignore[attr-defined]
 
     @property
     def layers(self) -> list[keras.layers.Layer]:
@@ -214,8 +221,9 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             )
         return super().call(inputs, training=training, mask=mask)
 
+    @surrounded
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Configures training; takes what `keras.Model.compile` takes.
+        """Configures training; takes what `compile` of the wrapped model takes, as Keras' own does.
 
         As in plain Keras it is what makes a change of `trainable` take effect. What is refused
         changes nothing.

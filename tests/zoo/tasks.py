@@ -20,20 +20,21 @@ class Task(keras.Model):
     """Says of each letter which one comes next; takes texts, and gives numbers of letters."""
 
     def __init__(self, width=4, **kwargs):
+        self.head = keras.layers.Dense(16)  # its weights come first, as of attributes set so early
         inputs = keras.Input((5,), dtype="int32", name="ids")
         x = keras.layers.Embedding(16, width)(inputs)
         x = keras.layers.Dense(width, activation="tanh")(x)
-        super().__init__(inputs, keras.layers.Dense(16)(x), **kwargs)
+        super().__init__(inputs, self.head(x), **kwargs)
         self.width = width
         self.preprocessor = letters
         self.compile()
 
-    def compile(self, optimizer=None, loss="auto", **kwargs):
+    def compile(self, optimizer=None, loss="auto", sampler="greedy", **kwargs):
         if loss == "auto":
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         kwargs.setdefault("weighted_metrics", ["accuracy"])
         super().compile(optimizer or keras.optimizers.Adam(0.02), loss, **kwargs)
-        self.sampler = "greedy"
+        self.sampler = sampler
 
     def __call__(self, inputs, *args, **kwargs):
         if isinstance(inputs, str):

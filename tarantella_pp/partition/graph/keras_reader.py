@@ -471,6 +471,12 @@ def _supported_network(model: Any) -> Any:
             "Begin it with a keras.Input, or call model.build(input_shape) with one tensor's shape."
         )
     if network is None or not runs_its_graph(model):
+        if type(model).__call__ is not keras.layers.Layer.__call__:
+            raise UnsupportedModelError(
+                f"Class {type(model).__name__} of model '{model.name}' defines __call__(), which "
+                "does more than look at what it gets, and stages would not run it. Move it into "
+                "call()."
+            )
         network = network_around(model)
     if network is None:
         raise UnsupportedModelError(

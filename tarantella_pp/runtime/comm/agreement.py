@@ -68,6 +68,7 @@ class Agreement:
         self._outgoing: list[tuple[Any, Any]] = []
         self._broken = ""
         self._failed = ""
+        self._alone = ""  # what runs on this rank only
 
     def where(self) -> str:
         """Returns in which call this rank is, for messages."""
@@ -79,6 +80,11 @@ class Agreement:
         if self._calls and self._calls[-1].method not in _RUN_USER_CODE:
             yield  # a part of the call that was announced
             return
+        if self._alone:
+            raise ConfigurationError(
+                f"{self._alone} runs on one rank, and calls {method}(), which takes all ranks. "
+                "Pass it on all ranks, without OnOneRank, or leave the call out."
+            )
         texts = {name: repr(value) for name, value in facts.items()}
         failed, self._failed = self._failed, ""
         self._calls.append(CollectiveCall(method, calling_line() or "?", texts, failed))
@@ -95,6 +101,15 @@ class Agreement:
     def failed(self, method: str, error: Exception) -> None:
         """Notes what a call has ended with, in case that other ranks are still in it."""
         self._failed = f"{method}() ended with {describe(error)}"
+
+    @contextlib.contextmanager
+    def alone(self, who: str) -> Iterator[None]:
+        """Surrounds code that only this rank runs, in which no call of all ranks may be made."""
+        self._alone = who
+        try:
+            yield
+        finally:
+            self._alone = ""
 
     def breaks(self, error: BaseException) -> None:
         """Notes, and tells the others at once, that this rank can make no other call."""

@@ -206,6 +206,12 @@ class Communicator(Channel):
         if not self.is_alone:
             self.process.agreement.failed(method, error)
 
+    def alone(self, who: str) -> contextlib.AbstractContextManager[None]:
+        """Surrounds code of the user's that only one rank runs, with a name for it."""
+        if self.is_alone:
+            return contextlib.nullcontext()
+        return self.process.agreement.alone(who)
+
     def breaks(self, error: BaseException) -> None:
         """Notes that an error ended a call in the middle of messages; none may follow."""
         if not self.is_alone:

@@ -1,0 +1,141 @@
+"""`OnOneRank`: callbacks that report somewhere, once for the whole job."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.internals.optimizers import settable_learning_rate
+from tarantella_pp.runtime.comm.collective import on_one_rank
+from tarantella_pp.runtime.comm.communicator import Communicator, world
+from tarantella_pp.runtime.weights.remote_variables import read_with
+from tarantella_pp.runtime.weights.value_stream import ValueStream
+
+# The other ranks wait meanwhile, and hand over the weights that are looked at.
+_TOGETHER = tuple(
+    f"on_{loop}_{when}"
+    for loop in ("train", "epoch", "test", "predict")
+    for when in ("begin", "end")
+)
+# These are called in the middle of steps, where nobody waits.
+_ALONE = tuple(
+    f"on_{loop}batch_{when}"
+    for loop in ("", "train_", "test_", "predict_")
+    for when in ("begin", "end")
+)
+_FLAGS = ("stop_training", "stop_evaluating", "stop_predicting")
+
+
+class OnOneRank(keras.callbacks.Callback):
+    """Runs a callback that reports, of a logger or a tracking service, on the last rank only.
+
+    At the beginning and the end of epochs and of `fit`, `evaluate` and `predict` the other ranks
+    wait for it, so it may read all weights there, `layer.get_weights()` for histograms, say. They
+    come one at a time from the ranks that have them.
+
+    It must neither stop training nor set the learning rate, nor call what takes all ranks, such as
+    `model.save`: that is refused by name. All ranks must pass an `OnOneRank`.
+
+    Args:
+        callback: The callback; or a function without arguments that makes it, which only that rank
+            calls: for callbacks that need a session that is open.
+
+    Raises:
+        ConfigurationError: If the callback is one that all ranks need; in training, if it does what
+            all ranks must do.
+
+    Example::
+
+        model.fit(x, y, callbacks=[tnt.callbacks.OnOneRank(make_logger)])
+    """
+
+    def __init__(
+        self, callback: keras.callbacks.Callback | Callable[[], keras.callbacks.Callback]
+    ) -> None:
+        super().__init__()
+        ranks = world()
+        if not isinstance(callback, keras.callbacks.Callback):
+            if not callable(callback):
+                raise ConfigurationError(
+                    "OnOneRank takes a callback of Keras, or a function that makes one. Received: "
+                    f"callback={callback!r}"
+                )
+            makes = callback
+            callback = makes() if ranks.rank == ranks.size - 1 else keras.callbacks.Callback()
+        self.callback = callback
+
+    def set_params(self, params: Any) -> None:
+        """Hands on what the loop says of itself."""
+        super().set_params(params)
+        self.callback.set_params(params)
+
+    def set_model(self, model: Any) -> None:
+        """Hands on the model."""
+        super().set_model(model)
+        self.callback.set_model(model)
+
+    def _together(self, hook: str, *args: Any, **kwargs: Any) -> None:
+        engine = getattr(self.model, "_engine", None)
+        ranks = world() if engine is None else engine.communicator
+        if engine is None or ranks.size == 1:
+            getattr(self.callback, hook)(*args, **kwargs)
+            return
+        last = ranks.size - 1
+        stream = ValueStream(ranks, last)
+        weights = getattr(engine, "weights", None)  # steps of one's own have all on each rank
+        reading = contextlib.nullcontext() if weights is None else read_with(weights.reader(stream))
+
+        def work() -> None:
+            with stream.open(), reading:
+                self._alone(hook, *args, **kwargs)
+
+        stream.serve()
+        on_one_rank(ranks, last, f"run {type(self.callback).__name__}", work)
+
+    def _alone(self, hook: str, *args: Any, **kwargs: Any) -> None:
+        ranks = world()
+        if ranks.rank == ranks.size - 1:
+            with self._refusing(ranks):
+                getattr(self.callback, hook)(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _refusing(self, ranks: Communicator) -> Iterator[None]:
+        """Refuses what all ranks must do."""
+        if ranks.size == 1:
+            yield
+            return
+        name, model = type(self.callback).__name__, self.model
+        flags = {flag: bool(getattr(model, flag, False)) for flag in _FLAGS}
+        rate = settable_learning_rate(model)
+        with ranks.alone(f"Callback {name}"):
+            yield
+        done = [
+            f"sets {flag}" for flag in _FLAGS if bool(getattr(model, flag, False)) != flags[flag]
+        ]
+        if rate == rate != settable_learning_rate(model):  # NaN where a schedule sets it
+            done.append("sets the learning rate")
+            model.optimizer.learning_rate = rate
+        if done:
+            for flag, value in flags.items():
+                setattr(model, flag, value)
+            raise ConfigurationError(
+                f"Callback {name} {done[0]}, which all ranks must do. Pass it without OnOneRank."
+            )
+
+
+def _hook(name: str, runs: Callable[..., None]) -> Callable[..., None]:
+    def hook(self: OnOneRank, *args: Any, **kwargs: Any) -> None:
+        runs(self, name, *args, **kwargs)
+
+    hook.__name__, hook.__doc__ = name, "Runs the hook of the callback."
+    return hook
+
+
+for _name in _TOGETHER:
+    setattr(OnOneRank, _name, _hook(_name, OnOneRank._together))
+for _name in _ALONE:
+    setattr(OnOneRank, _name, _hook(_name, OnOneRank._alone))

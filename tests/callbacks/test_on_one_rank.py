@@ -1,0 +1,114 @@
+"""Callbacks that report once for the whole job, and see the weights of all ranks."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+
+import tarantella_pp as tnt
+from tarantella_pp.errors import ConfigurationError
+from tests.helpers.files import error_of
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import X, Y, distance, sgd, use_float64
+from tests.zoo.models import mlp
+
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+QUIET = {"batch_size": 8, "shuffle": False, "verbose": 0}
+
+
+class Reports(keras.callbacks.Callback):
+    """Keeps what a tracking service would get: logs, rates, and weights for histograms."""
+
+    kept: list
+
+    def on_train_begin(self, logs=None):
+        self.kept = [self.model.optimizer.get_config()["name"]]
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.kept.append(logs["loss"])
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.kept.append([logs["val_mae"], float(self.model.optimizer.learning_rate)])
+        self.kept += [w.tolist() for layer in self.model.layers for w in layer.get_weights()]
+
+    def on_test_end(self, logs=None):
+        self.kept.append(logs["mae"])
+
+
+class Does(keras.callbacks.Callback):
+    """Does at the end of an epoch, or of a batch, what all ranks must do."""
+
+    def __init__(self, what, hook="on_epoch_end"):
+        super().__init__()
+        setattr(self, hook, lambda *args, **kwargs: what(self.model))
+
+
+def stops(model):
+    model.stop_training = True
+
+
+def slows(model):
+    model.optimizer.learning_rate = 0.001
+
+
+def reported(wrap, *callbacks):
+    keras.utils.set_random_seed(1)
+    model = wrap(mlp())
+    model.compile(sgd(), "mse", metrics=["mae"])
+    model.fit(X, Y, epochs=2, validation_data=(X[:4], Y[:4]), callbacks=callbacks, **QUIET)
+    return model
+
+
+def pipeline(model):
+    return tnt.PipelineModel(model, num_stages=2, num_micro_batches=2)
+
+
+def on_ranks(folder):
+    use_float64()
+    made = []
+    for wrap in (pipeline, tnt.Model):
+        one = tnt.callbacks.OnOneRank(Reports)
+        reported(wrap, one)
+        made.append(getattr(one.callback, "kept", None))
+    model = reported(pipeline)
+
+    def told(callback):
+        found = error_of(lambda: model.fit(X, Y, callbacks=[callback], **QUIET))
+        model.stop_training = False
+        return found
+
+    one_rank = tnt.callbacks.OnOneRank
+    texts = [
+        told(one_rank(Does(stops))),
+        told(one_rank(Does(slows))),
+        told(one_rank(Does(lambda model: model.save(f"{folder}/none.keras")))),
+        told(one_rank(keras.callbacks.EarlyStopping("loss"))),
+        told(one_rank(Does(lambda model: 1 / 0))),
+    ]
+    after = model.fit(X, Y, **QUIET).history["loss"]
+    return made, texts, after
+
+
+@pytest.mark.mpi
+def test_reports_are_those_of_one_process(tmp_path):
+    expected = Reports()
+    reported(lambda model: model, expected)
+    whole = tnt.callbacks.OnOneRank(Reports())
+    reported(lambda model: model, whole)  # of plain Keras, in one process
+    assert distance(whole.callback.kept[1:], expected.kept[1:]) == 0
+    first, last = mpi_run(2, on_ranks, str(tmp_path), timeout=240).check().results
+    assert first[0] == [None, None]
+    for kept in last[0]:
+        assert distance(kept[1:], expected.kept[1:]) < 1e-10
+    assert first[2] == last[2]
+    for of_first, of_last in zip(first[1], last[1], strict=True):
+        assert "ConfigurationError" in of_first or "ZeroDivisionError" in of_first
+        assert of_last
+    names = "stop_training", "sets the learning rate", "calls save()", "EarlyStopping", "division"
+    for name, text in zip(names, last[1], strict=True):
+        assert name in text
+
+
+def test_what_is_no_callback_is_refused():
+    with pytest.raises(ConfigurationError, match="callback=7"):
+        tnt.callbacks.OnOneRank(7)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -11,11 +11,8 @@ import tensorflow as tf
 from tarantella_pp.custom_steps.tensor_collectives import refuse_in_graph
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tarantella_pp.runtime.weights.gradient_reduction import (
-    Gradient,
-    GradientReduction,
-    in_buckets,
-)
+from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction, in_buckets
+from tarantella_pp.runtime.weights.slices import Gradient
 
 
 def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
@@ -34,6 +31,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
     The mean over ranks is the gradient of the whole batch if all ranks have the same number of
     samples. Otherwise weigh the loss with `samples * tnt.get_size() / samples_of_all_ranks`, or
     divide it by the latter and use `op="sum"`.
+
+    Rows of an embedding stay rows, for optimizers treat them one by one. If all ranks have read the
+    same rows, each of them once, these are positions: they add up.
 
     Args:
         optimizer: Any Keras optimizer, built or not. Its options see the averaged gradients:
@@ -110,7 +110,9 @@ class _Distributed:
             with ranks.call("DistributedOptimizer.apply", op=self._op, variables=specs):
                 exchange = self._exchange
                 if exchange is None or [*map(id, variables)] != [*map(id, exchange.variables)]:
-                    exchange = GradientExchange(variables, ranks, self._wire_dtype, self._threshold)
+                    exchange = GradientExchange(
+                        variables, ranks, self._wire_dtype, self._threshold, guesses=True
+                    )
                     type(self)._exchange = exchange  # the class is this optimizer's alone
                 gradients = exchange.added_up(gradients)
             if self._op == "mean":
@@ -127,21 +129,19 @@ class GradientExchange:
         ranks: Communicator,
         wire_dtype: str | None,
         fusion_threshold: int | float | str | None = None,
+        guesses: bool = False,
     ) -> None:
         self.variables = list(variables)
         buckets = in_buckets(self.variables, fusion_threshold)
         self._buckets = dict(enumerate(buckets))
         weights = {key: [self.variables[i] for i in own] for key, own in self._buckets.items()}
-        self._reduction = GradientReduction(ranks, weights, wire_dtype)
+        self._reduction = GradientReduction(ranks, weights, wire_dtype, guesses=guesses)
 
-    def added_up(
-        self, gradients: Sequence[Gradient], fixed: Collection[int] = ()
-    ) -> list[Gradient]:
-        """The sums over all ranks; `fixed` have slices at the same places on all of them."""
+    def added_up(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """The sums over all ranks."""
         # The last layers come first, as they do from a tape.
         for key, own in self._buckets.items():
-            places = [place for place, i in enumerate(own) if i in fixed]
-            self._reduction.start(key, [gradients[i] for i in own], places)
+            self._reduction.start(key, [gradients[i] for i in own])
         found: dict[int, Gradient] = {}
         for key, own in self._buckets.items():
             found.update(zip(own, self._reduction.finish(key), strict=True))

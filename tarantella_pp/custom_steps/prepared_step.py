@@ -26,7 +26,7 @@ from tarantella_pp.runtime.stage.graph_functions import (
     frontier,
 )
 from tarantella_pp.runtime.stage.graph_split import has_effect
-from tarantella_pp.runtime.weights.gradient_reduction import Gradient
+from tarantella_pp.runtime.weights.slices import Gradient
 
 
 @dataclass(frozen=True)
@@ -231,12 +231,12 @@ class PreparedStep:
         mine = [
             None if not share else scaled(gradient, share) if kind == MEAN else gradient
             for gradient, kind in zip(
-                self._trace.updates[number].rebuilt(tensors),
+                self._trace.updates[number].rebuilt(tensors, self._kinds.fixed[number]),
                 self._kinds.gradients[number],
                 strict=True,
             )
         ]
-        whole = self._exchanges[number].added_up(mine, self._kinds.fixed[number])
+        whole = self._exchanges[number].added_up(mine)
         self._apply[number](whole)
 
 

@@ -35,6 +35,7 @@ from tarantella_pp.runtime.probes.parts import (
     chosen_together,
     much_larger,
     opposite,
+    rows_read,
     smaller,
     some_rows,
 )
@@ -59,8 +60,8 @@ class StepKinds(NamedTuple):
     """How each value of a batch follows from the replicas' values; the same on all of them."""
 
     gradients: list[list[str | None]]  # by update and variable
-    # By update the variables whose slices are at the same places whatever the samples are
-    fixed: list[list[int]]
+    # By update and sparse gradient: whether each lookup reads the same rows for all samples
+    fixed: list[dict[int, list[bool]]]
     results: list[str]  # by position among what the step returns
     state: list[str]  # by position among the variables that the step writes
     # The positions of those that count random numbers, and what a step adds to each
@@ -75,21 +76,25 @@ class StepProbe:
         dense = {
             (n, i): g for n, u in enumerate(updates) for i, g in enumerate(u.dense) if g is not None
         }
-        parts = {(n, i): updates[n].gradients.parts[i] for n, i in dense}
-        slices = {key: tensors[1] for key, tensors in parts.items() if len(tensors) == 2}
-        self._sparse = list(slices)
+        self._lookups = [
+            (n, i, tensor, tensor.op in trace.of_samples)
+            for n, update in enumerate(updates)
+            for i, tensors in update.gradients.lookups.items()
+            for tensor in tensors
+        ]
         self.gradients = dict.fromkeys(dense, ALL)
         self.results = [ALL] * len(trace.outputs)
         self.state = [ALL] * len(trace.written)
         # What a step adds to each variable that counts random numbers, by its position
         self.drawn: dict[int, list[float]] = {}
-        self.fixed = set(slices)  # gradients with slices at the same places whatever samples are
+        # What each lookup reads in each trial
+        self._reads: list[set[str | None]] = [set() for _ in self._lookups]
         self.finite: set[int] = set()  # the updates whose gradients were numbers in some trial
         self._make = functools.partial(
             PartsProbe,
             trace.function,
             trace.inputs,
-            [*dense.values(), *slices.values(), *trace.outputs],
+            [*dense.values(), *(each[2] for each in self._lookups), *trace.outputs],
             [op for op in trace.graph.get_operations() if has_effect(op)],
             trace.written,
         )
@@ -112,6 +117,19 @@ class StepProbe:
                 probe = self._make(disturbed=disturbed)
                 self._take_gradients(probe.compare(samples.changed(much_larger)))
 
+    def fixed(self, number: int) -> dict[int, list[bool]]:
+        """For each lookup of an update's sparse gradients whether it reads the same rows."""
+        fixed: dict[int, list[bool]] = {}
+        for reads, (n, i, *_) in zip(self._reads, self._lookups, strict=True):
+            if n == number:
+                fixed.setdefault(i, []).append(reads == {SAME})
+        return fixed
+
+    def unclear(self, number: int) -> list[int]:
+        """The gradients of an update with rows that follow from several samples together."""
+        pairs = zip(self._reads, self._lookups, strict=True)
+        return [i for reads, (n, i, *_) in pairs if n == number and reads not in ({SAME}, {ROWS})]
+
     def unknown(self) -> set[int]:
         """The updates whose gradients have been zero in all trials."""
         shown = {n for (n, _), kinds in self.gradients.items() if not kinds >= {MEAN, SUM}}
@@ -120,7 +138,8 @@ class StepProbe:
     def _take(self, found: Compared) -> None:
         """Takes in what a trial shows."""
         places = self._take_gradients(found)
-        self.fixed -= {key for key in self._sparse if SAME not in found.kinds(next(places))}
+        for reads, (*_, of_samples) in zip(self._reads, self._lookups, strict=True):
+            reads.add(rows_read(found, next(places), of_samples))
         self.results = [kinds & found.kinds(next(places)) for kinds in self.results]
         self.state = [kinds & found.kinds_of_state(i) for i, kinds in enumerate(self.state)]
         for i in self._probe.counters():
@@ -149,7 +168,7 @@ def found_kinds(
     numbers = range(len(trace.updates))
     return StepKinds(
         [_gradients(trace, probe, number, what) for number in numbers],
-        [[i for n, i in sorted(probe.fixed) if n == number] for number in numbers],
+        [probe.fixed(number) for number in numbers],
         _check_rows(trace, probe, what) if by_rows else _results(trace, probe, what),
         _state(trace, probe, what),
         list(probe.drawn.items()),
@@ -159,7 +178,8 @@ def found_kinds(
 def _gradients(trace: StepTrace, probe: StepProbe, number: int, what: str) -> list[str | None]:
     update = trace.updates[number]
     kinds = chosen_together({i: k for (n, i), k in probe.gradients.items() if n == number})
-    strange = [update.variables[i].path for i, kind in kinds.items() if kind is None]
+    mixed = {i for i, kind in kinds.items() if kind is None} | {*probe.unclear(number)}
+    strange = [update.variables[i].path for i in sorted(mixed)]
     dense = [t for t in update.dense if t is not None]
     # What follows from weights alone, or is zero whatever the samples are, may be of any kind.
     of_weights = all(t.op not in trace.of_samples or is_zero(t) for t in dense)

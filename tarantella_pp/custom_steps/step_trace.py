@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from tarantella_pp.runtime.probes.linearity import following, nonlinear_write
 from tarantella_pp.runtime.stage.graph_functions import FlatGradients, frontier
 from tarantella_pp.runtime.stage.graph_split import has_effect
 from tarantella_pp.runtime.stage.side_effects import effects_of
+from tarantella_pp.runtime.weights.slices import put_together
 
 # What is traced: given tensors of a batch, it returns logs or predictions.
 Step = Callable[..., Any]
@@ -34,14 +35,12 @@ class Update:
     dense: list[tf.Tensor | None]  # the same gradients, slices added up
     place: int  # how many operations there were before
 
-    def rebuilt(self, tensors: Sequence[Any]) -> list[Any]:
+    def rebuilt(self, tensors: Sequence[Any], fixed: Mapping[int, Sequence[bool]]) -> list[Any]:
         """Makes gradients of other values in the places of those of `gradients`."""
         pairs = zip(self.gradients.rebuilt(tensors), self.variables, strict=True)
         return [
-            tf.IndexedSlices(g.values, g.indices, tf.constant(list(v.shape)))
-            if isinstance(g, tf.IndexedSlices)
-            else g
-            for g, v in pairs
+            put_together([g], fixed[i], v) if isinstance(g, tuple) else g
+            for i, (g, v) in enumerate(pairs)
         ]
 
 

@@ -21,13 +21,12 @@ from tarantella_pp.internals.optimizers import (
     summands,
     with_global_norm,
 )
-from tarantella_pp.runtime.stage.stage_module import Slices, StageModule
-from tarantella_pp.runtime.weights.gradient_reduction import Gradient
+from tarantella_pp.runtime.stage.stage_module import StageModule
 from tarantella_pp.runtime.weights.rank_weights import Bucket, RankWeights
-from tarantella_pp.runtime.weights.shared_weights import total
+from tarantella_pp.runtime.weights.slices import Gradient, total, unmarked
 
 # What is sparse of the gradients, by stage and by the weight's place in it.
-Collected: TypeAlias = dict[int, dict[int, Slices]]
+Collected: TypeAlias = dict[int, dict[int, tf.IndexedSlices]]
 # Gradients that other ranks have sent of weights that this one trains, by their id.
 Arrived: TypeAlias = dict[int, list[Gradient]]
 
@@ -156,16 +155,7 @@ class OptimizerStep:
                 sums = self._collected(sorted(stages)), [arrived.get(id(w), []) for w in weights]
                 gradients = self._sums_of[key](sums)
         self._started.add(key)
-        self._reduction.start(key, gradients, self._fixed(weights, arrived))
-
-    def _fixed(self, weights: Sequence[Any], arrived: Arrived) -> list[int]:
-        """Which of some weights are read at the same rows whatever the samples are."""
-        return [
-            number
-            for number, weight in enumerate(weights)
-            if not arrived.get(id(weight))
-            and all(i in self._sums[s].fixed for s, i in self._places.get(id(weight), []))
-        ]
+        self._reduction.start(key, gradients)
 
     # What follows runs inside TensorFlow's functions.
 
@@ -191,7 +181,7 @@ class OptimizerStep:
         """The gradients of all weights, summed over replicas, regularizers included."""
         if not self._buckets:
             sums = self._local_gradients(self._weights, sums)
-        return list(map(self._with_penalty, self._weights, sums))
+        return list(map(self._with_penalty, self._weights, map(unmarked, sums)))
 
     def _measured(self, sums: Any) -> tuple[list[Gradient], tf.Tensor]:
         """The gradients, and what ranks must know of each other's."""

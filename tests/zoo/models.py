@@ -96,14 +96,15 @@ def embedding_with_mask():
 
 
 class TokensAndPositions(layers.Layer):
-    """Reads a second table at positions, in which no sample has a say."""
+    """Reads two tables at positions, in which no sample has a say, and one at words, too."""
 
     def __init__(self, **options):
         super().__init__(**options)
         self.words, self.places = layers.Embedding(6, 4), layers.Embedding(5, 4)
 
     def call(self, ids):
-        return self.words(ids) + self.places(ops.arange(ops.shape(ids)[-1]))
+        places = ops.arange(ops.shape(ids)[-1])
+        return self.words(ids) + self.places(places) * self.words(places)
 
 
 def positions():

@@ -91,6 +91,15 @@ def _limit(
     return tolerance * max(*changes, FLOOR * largest) + _ROUNDING * unit * max(sizes)
 
 
+def rows_read(found: Compared, place: int, of_samples: bool) -> str | None:
+    """Whether a lookup reads rows for each sample, or the same ones for all; or none of these."""
+    whole, parts = found.whole.values[place], [part.values[place] for part in found.parts]
+    # One row or more for each sample are never the same: parts have fewer of them.
+    if SAME in found.kinds(place):
+        return None if of_samples and whole.size else SAME
+    return ROWS if np.array_equal(np.sort(whole), np.sort(np.concatenate(parts))) else None
+
+
 def chosen(kinds: frozenset[str], order: Sequence[str]) -> str | None:
     """Chooses one of the kinds that a value may be of."""
     return next((kind for kind in order if kind in kinds), None)

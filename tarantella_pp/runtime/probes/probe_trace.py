@@ -32,9 +32,11 @@ from tarantella_pp.runtime.probes.parts import (
     PartsProbe,
     Samples,
     kinds_of,
+    rows_read,
 )
 from tarantella_pp.runtime.stage.graph_functions import (
     CompiledFunction,
+    FlatGradients,
     SubgraphExtractor,
     frontier,
     unoptimized,
@@ -88,7 +90,7 @@ class ProbeTrace:
         self.weights: list[Any] = []  # that get a gradient
         self._seeds: list[tf.Tensor] = []
         self._raw: list[tf.Tensor] = []  # their gradients, or the values of the slices of these
-        self._sparse: list[int] = []
+        self._lookups: dict[int, list[tf.Tensor]] = {}  # the indices of each, of sparse gradients
         self._probes: dict[float, PartsProbe] = {}
         self.added_by: tuple[str, ...] = ()  # the layer that adds each added loss
         self.cut_off: list[Call] = []  # whose gradient would be lost between stages
@@ -147,13 +149,19 @@ class ProbeTrace:
             longest = np.maximum(longest, FLOOR * max(longest.max(), _SEEDS))
             pairs = enumerate(longest)
             strange = [i for i, size in pairs if SUM not in found.kinds_in(begin, i, float(size))]
-        # One row or more for each sample are never the same: parts have fewer of them.
-        rows = enumerate(self._sparse, begin + shortened)
+        place = iter(range(begin + shortened, len(found.whole.values)))
+        fixed = {
+            i: [rows_read(found, next(place), tensor.op in self._follows) for tensor in tensors]
+            for i, tensors in self._lookups.items()
+        }
+        of_weight = {id(weight): number for number, weight in enumerate(self.weights)}
+        weights = self._module.accumulator.weights
+        strange += [of_weight[id(weights[i])] for i, each in fixed.items() if None in each]
         return StageKinds(
             not all(values),
             [found.kinds_in(outputs, i) for i in range(len(self.added_by))],
             strange,
-            frozenset(i for place, i in rows if SAME in found.kinds(place)),
+            {i: [kind == SAME for kind in each] for i, each in fixed.items()},
         )
 
     def both_ways(self, samples: Samples) -> Iterator[StageKinds]:
@@ -260,9 +268,8 @@ class ProbeTrace:
         self._raw = [g.values if isinstance(g, tf.IndexedSlices) else g for _, g in found]
         self.added_by = module.added_by[self._training]
         shortened = _in_short(self.weights, [gradient for _, gradient in found])
-        slices = {i: g for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
-        self._sparse = list(slices)
-        places = [gradient.indices for gradient in slices.values()]
+        self._lookups = FlatGradients(gradients).lookups
+        places = [indices for each in self._lookups.values() for indices in each]
         self._parts = [list(outputs), [added], given, shortened, places]
         return added
 
@@ -332,7 +339,8 @@ class StageKinds(NamedTuple):
     mixes: bool  # whether its outputs, or the gradients of its inputs, do not
     added: list[frozenset[str]]  # the kinds that each added loss may be of
     strange: list[int]  # the weights whose gradients do not add up over the parts
-    fixed: frozenset[int]  # the weights that are read at the same rows whatever the samples are
+    # For each lookup of a weight whether it reads the same rows whatever the samples are
+    fixed: dict[int, list[bool]]
 
 
 def _moved(tensor: tf.Tensor, value: Array, by: float) -> tf.Tensor:

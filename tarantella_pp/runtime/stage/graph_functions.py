@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tarantella_pp.runtime.weights.slices import lookups_of
+
 
 class CompiledFunction:
     """A function compiled for one signature, called with flat tensors.
@@ -52,23 +54,29 @@ def dense_tensors(arguments: tuple[Any, ...]) -> list[tf.Tensor]:
 
 
 class FlatGradients:
-    """Gradients as their tensors: one, or values and indices of slices, or none."""
+    """Gradients as their tensors: one, or three of slices, or none; to be made in their graph."""
 
     def __init__(self, gradients: Sequence[Any]) -> None:
-        self.parts = [_components(gradient) for gradient in gradients]
-        self.tensors = [tensor for parts in self.parts for tensor in parts]
+        # Of each sparse gradient, by its place, the indices of each lookup
+        self.lookups = {
+            i: lookups_of(gradient.indices)
+            for i, gradient in enumerate(gradients)
+            if isinstance(gradient, tf.IndexedSlices)
+        }
+        self._parts = [self._components(i, gradient) for i, gradient in enumerate(gradients)]
+        self.tensors = [tensor for parts in self._parts for tensor in parts]
 
     def rebuilt(self, tensors: Sequence[Any]) -> list[Any]:
-        """Makes gradients of other values in the places of `tensors`."""
+        """Makes gradients of other values in the places of `tensors`: also `Slices`."""
         left = iter(tensors)
-        values = [[next(left) for _ in parts] for parts in self.parts]
-        return [tf.IndexedSlices(*v) if len(v) == 2 else v[0] if v else None for v in values]
+        values = [[next(left) for _ in parts] for parts in self._parts]
+        return [tuple(v) if len(v) == 3 else v[0] if v else None for v in values]
 
-
-def _components(gradient: Any) -> list[tf.Tensor]:
-    if isinstance(gradient, tf.IndexedSlices):
-        return [gradient.values, gradient.indices]
-    return [] if gradient is None else [tf.convert_to_tensor(gradient)]
+    def _components(self, place: int, gradient: Any) -> list[tf.Tensor]:
+        if place in self.lookups:
+            sizes = tf.stack([tf.size(indices) for indices in self.lookups[place]])
+            return [gradient.values, gradient.indices, sizes]
+        return [] if gradient is None else [tf.convert_to_tensor(gradient)]
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, FlatGradients
 from tarantella_pp.runtime.stage.graph_split import CutError, Trace, split_graph
-from tarantella_pp.runtime.stage.stage_module import Slices, StageModule
+from tarantella_pp.runtime.stage.stage_module import StageModule
+from tarantella_pp.runtime.weights.slices import Slices
 
 _KEY, _FLAG = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
 # Operations whose result is in the memory of what they are given.
@@ -94,8 +95,8 @@ class SplitBackward:
 
     def _collect(self, gradients: Sequence[tf.Tensor]) -> None:
         if gradients:
-            pairs = list(zip(gradients[::2], gradients[1::2], strict=True))
-            self._module.accumulator.collect(pairs)
+            every = zip(gradients[::3], gradients[1::3], gradients[2::3], strict=True)
+            self._module.accumulator.collect(list(every))
 
     def clear(self) -> None:
         """Drops the residuals of micro-batches in flight."""
@@ -133,7 +134,6 @@ class SplitBackward:
     def _trace(self, specs: Sequence[tf.TensorSpec]) -> Trace:
         """Forward and gradients of one micro-batch, in one graph."""
         found: dict[str, Any] = {}
-        weights: list[Any] = []
 
         def whole(*inputs: tf.Tensor) -> list[tf.Tensor]:
             outputs, added = self._module.run(inputs, training=True)
@@ -143,7 +143,8 @@ class SplitBackward:
             sources = self._module.sources(inputs)
             wanted = [*sources, *self._module.variables]
             gradients = tf.gradients(targets, wanted, grad_ys=seeds)
-            back, weights[:] = self._module.parted(sources, gradients)
+            back, of_weights = self._module.parted(sources, gradients)
+            self._gradients = FlatGradients(of_weights)
             found.update(
                 inputs=inputs, seeds=seeds, outputs=[*outputs, added], input_gradients=back
             )
@@ -154,9 +155,9 @@ class SplitBackward:
             function = traced.get_concrete_function()
         except (NotImplementedError, LookupError) as error:
             raise CutError(f"TensorFlow cannot differentiate the graph: {error}") from error
-        self._module.accumulator.prepare(weights)
-        self._gradients = FlatGradients(weights)
-        return Trace(function=function, weight_gradients=self._gradients.tensors, **found)
+        gradients = self._gradients.tensors
+        self._module.accumulator.prepare(self._gradients.rebuilt(gradients))
+        return Trace(function=function, weight_gradients=gradients, **found)
 
 
 @functools.cache

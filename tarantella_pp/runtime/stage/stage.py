@@ -111,7 +111,11 @@ class TapeBackward:
         tape, sources, targets = self._tapes.pop(key)
         wanted = [*sources, *self._module.variables]
         gradients = tape.gradient(targets, wanted, output_gradients=list(seeds))
-        back, self._waiting[key] = self._module.parted(sources, gradients)
+        back, of_weights = self._module.parted(sources, gradients)
+        self._waiting[key] = [
+            (g.values, g.indices, tf.shape(g.indices)) if isinstance(g, tf.IndexedSlices) else g
+            for g in of_weights
+        ]
         self._module.accumulator.prepare(self._waiting[key])
         return back
 

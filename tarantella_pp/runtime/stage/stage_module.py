@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -15,9 +15,7 @@ from tarantella_pp.runtime.stage.forward_state import BatchStatistics
 from tarantella_pp.runtime.stage.model_outputs import as_made
 from tarantella_pp.runtime.stage.running_calls import run_calls
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageBoundary
-
-# Values and indices of a sparse gradient.
-Slices: TypeAlias = tuple[tf.Tensor, tf.Tensor]
+from tarantella_pp.runtime.weights.slices import Slices, put_together
 
 
 class GradientAccumulator:
@@ -32,8 +30,8 @@ class GradientAccumulator:
 
     def __init__(self, weights: Sequence[Any]) -> None:
         self.weights = list(weights)
-        # The weights whose slices are at the same places whatever the samples are.
-        self.fixed: frozenset[int] = frozenset()
+        # For each lookup of a weight whether it reads the same rows whatever the samples are.
+        self.fixed: Mapping[int, Sequence[bool]] = {}
         # Where no gradient gets to this stage's weight the sum is nothing but zeros.
         self.reached = [True] * len(self.weights)
         self._known = False
@@ -46,7 +44,7 @@ class GradientAccumulator:
         if self._known:
             return
         for i, (gradient, weight) in enumerate(zip(gradients, self.weights, strict=True)):
-            if isinstance(gradient, tf.IndexedSlices):
+            if isinstance(gradient, tuple):
                 self._sparse[i] = []
             elif gradient is not None:
                 zeros = tf.zeros(weight.shape, weight.dtype)
@@ -74,37 +72,30 @@ class GradientAccumulator:
 
     def slices_of(self, gradients: Sequence[Any]) -> list[Slices]:
         """The sparse gradients of a micro-batch, as `collect` takes them."""
-        return [(gradients[i].values, gradients[i].indices) for i in self._sparse]
+        return [gradients[i] for i in self._sparse]
 
     def collect(self, slices: Sequence[Slices]) -> None:
         """Collects the sparse gradients of a micro-batch."""
-        for kept, pair in zip(self._sparse.values(), slices, strict=True):
-            kept.append(pair)
+        for kept, each in zip(self._sparse.values(), slices, strict=True):
+            kept.append(each)
 
-    def take_collected(self) -> dict[int, Slices]:
+    def take_collected(self) -> dict[int, tf.IndexedSlices]:
         """The sparse gradients of all micro-batches so far, by weight; forgets them one by one."""
-        collected: dict[int, Slices] = {}
+        collected: dict[int, tf.IndexedSlices] = {}
         for i, kept in self._sparse.items():
             if kept:
-                values, indices = zip(*kept, strict=True)
-                if i in self.fixed:
-                    collected[i] = tf.add_n(values), indices[0]
-                else:
-                    collected[i] = tf.concat(values, 0), tf.concat(indices, 0)
+                collected[i] = put_together(kept, self.fixed.get(i, ()), self.weights[i])
                 kept.clear()
         return collected
 
-    def gradient(self, index: int, collected: dict[int, Slices]) -> Any:
+    def gradient(self, index: int, collected: dict[int, tf.IndexedSlices]) -> Any:
         """The sum for one weight, for the optimizer; works inside a `tf.function`."""
         if not self.reached[index]:
             return None
         total = self._dense[index]
         if total is not None:
             return tf.convert_to_tensor(total)
-        if index not in collected:
-            return None
-        values, indices = collected[index]
-        return tf.IndexedSlices(values, indices, tf.constant(list(self.weights[index].shape)))
+        return collected.get(index)
 
     def reset(self) -> None:
         """Forgets all gradients so far."""

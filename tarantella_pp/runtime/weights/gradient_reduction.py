@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -26,15 +26,13 @@ from tarantella_pp.runtime.comm.tensor_buffers import (
     variable_bytes,
     variable_dtype,
 )
+from tarantella_pp.runtime.weights.slices import Gradient, unmarked
 
-Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 Gradients: TypeAlias = "list[Gradient]"
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 
 # In place of the number of rows of a gradient that is not sparse.
 NOTHING, DENSE = -2, -1
-# Less the number of rows, of a gradient whose rows are at the same places on all replicas.
-_FIXED = -3
 
 
 @dataclass
@@ -81,9 +79,11 @@ class GradientReduction:
         buckets: Mapping[Any, Sequence[Any]],
         sent_as: str | None = None,
         owners: Mapping[Any, Sequence[int]] | None = None,
+        guesses: bool = False,
     ) -> None:
         self.communicator = communicator
         self._sent_as = sent_as
+        self._guesses = guesses  # that rows at the same places on all replicas are fixed
         self._open: dict[Hashable, CollectiveRequest[Gradients]] = {}
         self._buckets: dict[Hashable, _Bucket] = {}
         tag = 0
@@ -94,27 +94,22 @@ class GradientReduction:
             self._buckets[key] = _Bucket(label, list(weights), shared_out, dtypes, tag)
             tag += 1 + 2 * len(dtypes) + len(weights)
 
-    def start(
-        self, key: Hashable, gradients: Sequence[Gradient], fixed: Collection[int] = ()
-    ) -> None:
-        """Starts to add up the gradients of a bucket; some have fixed rows."""
+    def start(self, key: Hashable, gradients: Sequence[Gradient]) -> None:
+        """Starts to add up the gradients of a bucket; see `slices` for what they may have."""
         bucket = self._buckets[key]
         if self.communicator.size == 1:
             self._open[key] = finished(list(gradients))
         else:
-            steps = self._steps(bucket, gradients, fixed)
+            steps = self._steps(bucket, gradients)
             self._open[key] = self.communicator.start(steps, bucket.label)
 
     def finish(self, key: Hashable) -> Gradients:
         """Waits for the gradients of a bucket, added up over all replicas."""
         return self._open.pop(key).wait()
 
-    def _steps(
-        self, bucket: _Bucket, gradients: Sequence[Gradient], fixed: Collection[int]
-    ) -> Steps[Gradients]:
+    def _steps(self, bucket: _Bucket, gradients: Sequence[Gradient]) -> Steps[Gradients]:
         ranks = self.communicator
-        own = enumerate(map(kind_of, gradients))
-        kinds = np.array([_FIXED - n if i in fixed and n > 0 else n for i, n in own], np.int64)
+        kinds = np.array(list(map(kind_of, gradients)), np.int64)
         theirs = ranks.start_allgather([kinds], tag=bucket.tag, label=f"kinds of {bucket.label}")
         # What was dense before is sent at once, beside the kinds; only the first step has to wait
         # for them.
@@ -124,8 +119,7 @@ class GradientReduction:
         dense = set(np.flatnonzero((everywhere == DENSE).any(axis=0)).tolist())
         sums += self._start_sums(bucket, gradients, sorted(dense - bucket.dense), late=True)
         bucket.dense |= dense
-        added: _Array = np.any(everywhere <= _FIXED, axis=0)
-        rows = np.where(everywhere <= _FIXED, _FIXED - everywhere, np.maximum(everywhere, 0))
+        rows = np.maximum(everywhere, 0)
         slices = {
             i: self._start_slices(bucket, i, gradients[i], rows[:, i].tolist())
             for i in range(len(gradients))
@@ -139,9 +133,9 @@ class GradientReduction:
                 shape = tuple(bucket.weights[i].shape)
                 found[i] = to_tensor(result.reshape(-1)[place].reshape(shape))
         for i, request in slices.items():
-            copies = int(np.count_nonzero(rows[:, i])) if added[i] else 1
-            values, indices = request.wait()
-            found[i] = _slices(bucket.weights[i], values, indices, copies)
+            gathered, indices = request.wait()
+            by_replica = np.split(indices, np.cumsum(rows[:-1, i]))
+            found[i] = self._slices(bucket.weights[i], gathered, [p for p in by_replica if p.size])
         for i, owner in enumerate(bucket.owners or ()):
             if owner != ranks.rank:
                 found[i] = None
@@ -219,6 +213,21 @@ class GradientReduction:
             label=f"rows of {bucket.label}",
         )
 
+    def _slices(self, weight: Any, values: _Array, each: Sequence[_Array]) -> Gradient:
+        """Makes rows of all replicas one gradient; adds up those that no sample chooses."""
+        rows, shape = cast(to_tensor(values), variable_dtype(weight)), tuple(weight.shape)
+        indices = np.concatenate([np.zeros(0, np.int64), *each])
+        fixed = indices >= shape[0]
+        own = [some[some >= shape[0]] for some in each]
+        if self._guesses and not fixed.any() and each and 1 < each[0].size == len({*each[0]}):
+            own, fixed = list(each), np.ones_like(fixed)
+        # Replicas that read data of their own may have read sequences of other lengths.
+        if fixed.any() and np.array_equal(np.tile(own[0], len(own)), indices[fixed]):
+            added = tf.add_n(tf.split(tf.boolean_mask(rows, fixed), len(own)))
+            rows = tf.concat([tf.boolean_mask(rows, ~fixed), added], 0)
+            indices = np.concatenate([indices[~fixed], own[0]])
+        return unmarked(tf.IndexedSlices(rows, to_tensor(indices), tf.constant(shape)))
+
 
 def in_buckets(
     variables: Sequence[Any], fusion_threshold: int | float | str | None
@@ -250,7 +259,7 @@ def _dense(gradient: Gradient, weight: Any, dtype: np.dtype[Any]) -> _Array | No
         return None
     if isinstance(gradient, tf.IndexedSlices):
         shape = tf.constant(list(weight.shape))
-        gradient = tf.IndexedSlices(gradient.values, gradient.indices, shape)
+        gradient = unmarked(tf.IndexedSlices(gradient.values, gradient.indices, shape))
     return to_buffer(cast(tf.convert_to_tensor(gradient), dtype))
 
 
@@ -276,12 +285,3 @@ def _places(weights: Sequence[Any], dtype: np.dtype[Any]) -> list[slice]:
         end = begin + int(np.prod(tuple(weight.shape), dtype=np.int64))
         places.append(slice(begin, end))
     return places
-
-
-def _slices(weight: Any, values: _Array, indices: _Array, copies: int) -> tf.IndexedSlices:
-    """Makes rows of all replicas one gradient; adds up copies that are at the same places."""
-    rows, first = cast(to_tensor(values), variable_dtype(weight)), indices[: len(indices) // copies]
-    # Replicas that read data of their own may have read sequences of other lengths.
-    if np.array_equal(np.tile(first, copies), indices):
-        rows, indices = tf.add_n(tf.split(rows, copies)), first
-    return tf.IndexedSlices(rows, to_tensor(indices), tf.constant(list(weight.shape)))

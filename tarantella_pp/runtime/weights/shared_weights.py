@@ -19,7 +19,8 @@ from tarantella_pp.runtime.comm.tensor_buffers import (
     value_of,
     variable_dtype,
 )
-from tarantella_pp.runtime.weights.gradient_reduction import DENSE, NOTHING, Gradient, kind_of
+from tarantella_pp.runtime.weights.gradient_reduction import DENSE, NOTHING, kind_of
+from tarantella_pp.runtime.weights.slices import Gradient
 
 _SIZES_TAG, _GRADIENTS_TAG, _VALUES_TAG = 7, 8, 9
 _INDICES = np.dtype(np.int64)
@@ -84,18 +85,6 @@ class TiedWeights:
                     gradient = tf.IndexedSlices(*tensors, tf.constant(list(variable.shape)))
                 received.setdefault(id(variable), []).append(gradient)
         return received
-
-
-def total(gradients: Sequence[Gradient]) -> Gradient:
-    """Adds up gradients of one weight, as TensorFlow does for several operations."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    if len(present) < 2:
-        return present[0] if present else None
-    if all(isinstance(gradient, tf.IndexedSlices) for gradient in present):
-        values = tf.concat([gradient.values for gradient in present], 0)
-        indices = tf.concat([tf.cast(gradient.indices, tf.int64) for gradient in present], 0)
-        return tf.IndexedSlices(values, indices, present[0].dense_shape)
-    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
 
 
 def _parts(gradient: Gradient) -> list[tf.Tensor]:

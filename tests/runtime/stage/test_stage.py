@@ -255,9 +255,9 @@ def test_embeddings_keep_the_slices_of_every_token():
         for key, (inputs, seeds) in enumerate(micro_batches(stage, extracted.graph)):
             stage.forward(key, inputs)
             stage.backward(key, with_factors(stage, seeds))
-        ((values, indices),) = stage.module.accumulator.take_collected().values()
-    assert indices.shape == (5 * sum(ROWS),)
-    assert values.shape == (5 * sum(ROWS), 4)
+        (found,) = stage.module.accumulator.take_collected().values()
+    assert found.indices.shape == (5 * sum(ROWS),)
+    assert found.values.shape == (5 * sum(ROWS), 4)
 
 
 def test_a_stage_remembers_nothing_after_it_was_cleared():

@@ -132,16 +132,33 @@ def slices_in_the_order_of_the_replicas(ranks: Communicator) -> None:
 @case
 def slices_at_the_same_places_are_added_up(ranks: Communicator) -> None:
     reduction = GradientReduction(ranks, {0: [weight("bias"), weight("table")]})
+    chosen = [rows(rank, 3) for rank in range(ranks.size)]
     fixed = [rows(1, 1 + 5 * rank) for rank in range(ranks.size)]
     places = fixed[0].indices
     for step in range(2):
-        absent = step == 1 and ranks.rank == 0  # it has no samples, and may not have tried either
-        mine = None if absent else tf.IndexedSlices(fixed[ranks.rank].values, places)
-        reduction.start(0, [None, mine], [] if absent else [1])
+        absent = step == 1 and ranks.rank == 0  # it has no samples
+        values = tf.concat([fixed[ranks.rank].values, chosen[ranks.rank].values], 0)
+        indices = tf.concat([50 + places, chosen[ranks.rank].indices], 0)  # marked as fixed
+        mine = None if absent else tf.IndexedSlices(values, indices)
+        reduction.start(0, [None, mine])
         found = reduction.finish(0)[1]
-        expected = total([one.values for one in fixed[step:]])
-        np.testing.assert_allclose(found.values, expected, rtol=1e-6)
-        np.testing.assert_array_equal(found.indices, places)
+        expected = tf.concat([one.values for one in chosen[step:]], 0)
+        added = total([one.values for one in fixed[step:]])
+        np.testing.assert_allclose(found.values, tf.concat([expected, added], 0), rtol=1e-6)
+        expected = tf.concat([one.indices for one in chosen[step:]], 0)
+        np.testing.assert_array_equal(found.indices, tf.concat([expected, places], 0))
+
+
+@case
+def the_same_rows_on_all_ranks_are_positions_if_each_is_there_once(ranks: Communicator) -> None:
+    reduction = GradientReduction(ranks, {0: [weight("table")]}, guesses=True)
+    for places, copies in (([4, 2], 1), ([3, 3], ranks.size), ([5], ranks.size)):
+        values = tf.fill([len(places), 4], 1.0 + ranks.rank)
+        reduction.start(0, [tf.IndexedSlices(values, tf.constant(places), tf.constant([50, 4]))])
+        found = reduction.finish(0)[0]
+        np.testing.assert_array_equal(found.indices, places * copies)
+        whole = len(places) * 4 * sum(1 + rank for rank in range(ranks.size))
+        assert tf.reduce_sum(found.values) == whole
 
 
 @case

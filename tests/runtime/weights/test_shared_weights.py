@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tarantella_pp.runtime.weights.shared_weights import total
+from tarantella_pp.runtime.weights.slices import total
 
 pytestmark = pytest.mark.keras
 

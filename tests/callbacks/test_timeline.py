@@ -21,7 +21,6 @@ from tarantella_pp.callbacks.timeline import (
 )
 from tarantella_pp.runtime.executor import (
     LOGS,
-    TIES,
     UPDATE,
     RecordedStep,
     Span,
@@ -116,26 +115,6 @@ def test_slices_that_touch_do_not_overlap_by_rounding(lengths):
     spans = tuple(Span(UPDATE, a, b) for a, b in itertools.pairwise(ends))
     touching = dataclasses.replace(step, spans=(spans,), bounds=((ZERO, ends[-1]),))
     check_trace(trace_events([touching]))
-
-
-def test_a_slice_says_what_it_is():
-    (step,) = recorded("zb-h1", steps=1)
-    own = step.spans[0]
-    exchange = Span(TIES, own[-1].end, own[-1].end + 0.5)
-    tied = dataclasses.replace(step, spans=((*own, exchange), *step.spans[1:]))
-    check_trace(events := trace_events([tied]))
-    found = {(e["pid"], track_of(e), e["name"]): e for e in events if e["ph"] == "X"}
-    assert found[1, COMPUTE, "1F2"]["args"] == {
-        "step": 0, "stage": 1, "kind": "F", "micro_batch": 2,
-    }  # fmt: skip
-    assert found[1, COMPUTE, "1W4"]["cat"] == "weight gradient"
-    assert found[0, COMMUNICATION, "send F3 0>1"]["cat"] == "send"
-    assert found[0, COMMUNICATION, "receive B3 1>0"]["cat"] == "wait"
-    assert found[0, COMMUNICATION, TIES]["cat"] == "wait"
-    assert found[2, COMPUTE, "update"]["dur"] == pytest.approx(1e6)
-    assert found[2, STEPS, "step 0"]["args"] == {"rows": 32}
-    first = found[0, COMPUTE, "0F0"]
-    assert (first["ts"], first["dur"]) == pytest.approx((0.5e6, 3e6))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

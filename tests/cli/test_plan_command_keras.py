@@ -207,17 +207,3 @@ def test_a_script_does_not_see_the_options_of_the_command(command, tmp_path) -> 
     before = [*sys.argv]
     assert command("plan", "make", f"{tmp_path}/arguments.py:build", "--stages", 2) == 0
     assert sys.argv == before
-
-
-@pytest.mark.parametrize(
-    ("code", "options", "told"),
-    [
-        (2, ["--balance", "load"], "load"),
-        (2, ["--recompute", "0,0"], "0"),
-        (2, ["--recompute", "0:all"], "0:all"),
-        (1, ["--memory-limit", 64], "memory limit"),
-    ],
-)
-def test_options_of_the_planner_are_refused_by_it(command, script, code, options, told) -> None:
-    assert command("plan", "make", f"{script}:small", "--stages", 2, *options) == code
-    assert told in command.stderr.splitlines()[-1]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Callable
 
 import pytest
 
-from tests.helpers.jobs import PYTHONS, mpiexec, tarantella
+from tests.helpers.jobs import PYTHONS, Job, mpiexec, tarantella
 
 pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
 
@@ -66,20 +67,9 @@ def test_all_ranks_of_a_hostfile_print_when_asked(python: str, tmp_path: pathlib
 
 
 def test_options_reach_the_ranks_which_all_log_when_asked(python: str) -> None:
-    options = [
-        "-x",
-        "A=1",
-        "-x",
-        "GREETING=hi there",
-        "-x",
-        "B=",
-        "--threads",
-        "3",
-        "-n",
-        "2",
-        "--no-gpu",
-    ]
-    options += ["--log-level=INFO", "--python-interpreter", f"env C=4 {python} -O"]
+    options = [*("-x", "A=1", "-x", "GREETING=hi there", "-x", "B="), "--threads", "3", "-n", "2"]
+    options += ["--no-gpu", "--log-level=INFO"]
+    options += ["--python-interpreter", f"env C=4 {python} -O"]
     for more, infos in (([], [0]), (["--log-on-all-devices"], [0, 1])):
         with tarantella(python, *options, *more, "told.py") as job:
             result = job.result()
@@ -89,20 +79,14 @@ def test_options_reach_the_ranks_which_all_log_when_asked(python: str) -> None:
         assert lines == [f"rank {rank}: info told" for rank in infos]
 
 
-def test_each_rank_takes_a_gpu(python: str) -> None:
-    command = ["-n", "2", "--output-on-all-devices", "gpu.py"]
-    with tarantella(python, *command, CUDA_VISIBLE_DEVICES="5,6") as job:
-        result = job.result()
-    assert result.code == 0, result.stderr
-    for rank, gpu in enumerate(["5", "6"]):
-        assert f"rank {rank} takes {gpu}, growth true\n" in result.stdout
-
-
-def test_without_the_launcher_a_gpu_is_taken_when_ranks_meet(
-    python: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("start", [tarantella, mpiexec])
+def test_each_rank_takes_a_gpu(
+    python: str, start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without the launcher, when ranks meet."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
-    with mpiexec(python, 2, "gpu.py") as job:
+    given = ["-n", "2", "--output-on-all-devices"] if start is tarantella else [2]
+    with start(python, *given, "gpu.py") as job:
         result = job.result()
     assert result.code == 0, result.stderr
     for rank, gpu in enumerate(["5", "6"]):

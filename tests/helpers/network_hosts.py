@@ -96,12 +96,6 @@ class Network:
         path.write_text("\n".join([*(lines or [host.name for host in self.hosts]), ""]))
         return str(path)
 
-    def link(self, number: int, state: str) -> None:
-        """Cuts the link to a host (`"down"`), or mends it (`"up"`)."""
-        self.switch.run("ip", "link", "set", f"port{number}", state)
-        for host in self.hosts:  # what could not be reached is tried again at once
-            host.run("ip", "neighbour", "flush", "all")
-
     def tarantella(
         self, python: str, *arguments: str, folder: pathlib.Path = SCRIPTS, **environment: str
     ) -> Job:

@@ -9,17 +9,6 @@ import pytest
 
 from tarantella_pp.launch.cause import MOST_CHARACTERS, describe
 
-KERAS = (
-    "Exception encountered when calling Tower.call().\n\n\x1b[1mno such tower\nmore\x1b[0m\n\n"
-    "Arguments received by Tower.call():\n  • x=tf.Tensor(shape=(2,))\n  • training=True"
-)
-GENERATOR = (
-    "{{function_node __wrapped__IteratorGetNext}} KeyError: 'sample 7'\n"
-    "Traceback (most recent call last):\n\n"
-    '  File "/nowhere/site-packages/tensorflow/script_ops.py", line 269, in __call__\n'
-    f"  File \"{__file__}\", line 36, in gen\n    raise KeyError\n\nKeyError: 'sample 7'\n\n\n"
-    "\t [[{{node PyFunc}}]] [Op:IteratorGetNext] name: "
-)
 GRAPH = (
     "Graph execution error:\n\nDetected at node part/embedding/GatherV2 defined at (most recent "
     "call last):\n<stack traces unavailable>\nindices[0,0] = 99 is not in [0, 4)\n"
@@ -37,8 +26,6 @@ SHAPE = (
         ("", "ValueError"),
         ("one line", "ValueError: one line"),
         ("two\nlines", "ValueError: two"),
-        (KERAS, "ValueError: no such tower"),
-        (GENERATOR, "ValueError: KeyError: 'sample 7' (test_cause.py:36)"),
         (GRAPH, "ValueError: indices[0,0] = 99 is not in [0, 4) (node embedding/GatherV2)"),
         (SHAPE, "ValueError: Could not infer it. Error encountered: Dimension size is no good"),
     ],

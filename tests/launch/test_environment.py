@@ -27,18 +27,6 @@ def test_what_other_hosts_need_is_the_users_own_and_no_secret():
     assert environment.needed_elsewhere(dict.fromkeys(needed + others, "")) == sorted(needed)
 
 
-@pytest.mark.parametrize(
-    ("library", "megabytes"), [(("glibc", "2.36"), 256), (("glibc", "2.28"), 32), (("", ""), None)]
-)
-def test_allocator_thresholds_are_those_the_c_library_accepts(library, megabytes, monkeypatch):
-    monkeypatch.setattr(environment.platform, "libc_ver", lambda: library)
-    found = environment.allocator_variables()
-    if megabytes is None:
-        assert not found
-    else:
-        assert found["MALLOC_MMAP_THRESHOLD_"] == str(megabytes * 2**20)
-
-
 @pytest.mark.parametrize(("machine", "value"), [("x86_64", "1"), ("aarch64", None)])
 def test_onednn_is_asked_for_where_tensorflow_has_it_for_all_processors(
     machine, value, monkeypatch

@@ -126,33 +126,6 @@ def test_a_task_of_slurm_gets_its_share_of_the_cores(
     assert f" --cpus-per-task={cores} " in capsys.readouterr().out
 
 
-OTHERS = dict.fromkeys(
-    ("PMIX_RANK", "PMIX_NAMESPACE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD",
-     "MPI_LOCALRANKID", "SLURM_LOCALID"), "0",
-)  # fmt: skip
-OURS = dict.fromkeys(
-    ("PATH", "OMPI_MCA_btl", "PMIX_MCA_gds", "SLURM_JOB_ID", "SLURM_NODELIST", "MPI_HOME",
-     "PMI_MMAP_SYNC_WAIT_TIME"), "x",
-)  # fmt: skip
-STEP = {"SLURM_STEP_ID": "0", "SLURM_CPU_BIND": "cores"}
-
-
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [
-        ({}, {}),
-        (STEP, STEP),  # a batch script has no step of its own
-        ({**STEP, "SLURM_PROCID": "0"}, {"SLURM_STEP_ID": "0", "SLURM_OVERLAP": "1"}),
-        (  # the user's
-            {**STEP, "SLURM_PROCID": "0", "SLURM_OVERLAP": "0"},
-            {"SLURM_STEP_ID": "0", "SLURM_OVERLAP": "0"},
-        ),
-    ],
-)
-def test_what_other_jobs_say_of_their_ranks_is_left_out(given, kept):
-    assert mpi_launchers.without_other_jobs({**OTHERS, **OURS, **given}) == {**OURS, **kept}
-
-
 SSH = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=20 -oServerAliveCountMax=3"
 
 

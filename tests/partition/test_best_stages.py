@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.best_stages import best_solution, wires
 from tarantella_pp.partition.graph import ideals
-from tarantella_pp.partition.graph.ideals import Blocks
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.stage_costs import StageCostModel
 from tests.helpers.pictured import graphs
@@ -150,14 +149,3 @@ def test_a_limit_is_kept_where_any_plan_does(problem, share):
             best_solution(costs, limited)
     elif options.num_stages == 2:
         assert plans[best_solution(costs, limited).assignment] <= limit
-
-
-def test_down_sets_of_a_diamond():
-    blocks = Blocks.joined(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
-    assert blocks.ideals.sets == [0b0, 0b1, 0b11, 0b101, 0b111, 0b1111]
-    assert blocks.ideals.inside.sum() == 14  # of 15 pairs, {0 1} and {0 2} are none
-
-
-def test_what_lies_between_a_group_is_in_it():
-    blocks = Blocks.joined(4, [(0, 1), (1, 2), (2, 3)], [{0, 2}])
-    assert [bin(one) for one in blocks.nodes] == ["0b111", "0b1000"]

@@ -11,16 +11,12 @@ from keras import layers
 from tarantella_pp.errors import (
     ConfigurationError,
     PlanError,
-    ScheduleError,
 )
-from tarantella_pp.partition.best_stages import sums_of
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.schedule import ScheduleSpec
-from tests.helpers.plans import costs_of
-from tests.helpers.runner import random_stages
 from tests.zoo import models
 
 pytestmark = pytest.mark.keras
@@ -80,20 +76,6 @@ def test_a_recomputing_stage_keeps_its_inputs_and_makes_the_rest_again():
     assert "Recomputing, keeping inputs only: 0" in str(plan)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "recompute", "repeats"),
-    [
-        ("1f1b", "all", (1, 1, 1)),
-        ("zb-h1", "all", (1, 2, 3)),
-        ("gpipe", "all", (1, 1, 1)),
-        ("zb-h1", (1, 0), (1, 2)),
-    ],
-)
-def test_what_waits_is_held_together_with_what_was_recomputed(schedule, recompute, repeats):
-    options = options_of(schedule=schedule, recompute=recompute)
-    assert options.repeats == dict(enumerate(repeats))
-
-
 def test_time_is_balanced_by_what_is_really_repeated():
     """Under 1f1b the last stage repeats nothing, and the others not the first micro-batch."""
     shares = [options_of(balance="time", recompute=how).repeated for how in ("none", "all", (2,))]
@@ -103,27 +85,6 @@ def test_time_is_balanced_by_what_is_really_repeated():
 def test_loops_cannot_recompute():
     with pytest.raises(ConfigurationError, match=r"Stage 1 cannot recompute: it has LSTM 'lstm"):
         make_plan(models.attention_kwargs(), 2, recompute=[1])
-
-
-@pytest.mark.parametrize("build", models.READ, ids=lambda build: build.__name__)
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_sums_are_no_more_than_stages_need(build, replicas):
-    """In any order, and in the order of the nodes all that lasts but what several keep."""
-    graph = read(build).graph
-    costs = costs_of(graph, 3, replicas=replicas)
-    for options in (options_of(), options_of(recompute="all")):
-        prices = sums_of(costs, options)
-        for seed in range(20):
-            assignment = random_stages(graph, 3, seed)
-            tied = [[assignment[node] for node in nodes] for nodes in graph.ties]
-            legal = not graph.misplaced(assignment) and all(s[0] == min(s) for s in tied)
-            if set(assignment) != {0, 1, 2} or not legal:
-                continue
-            stages = costs.stages(assignment, options.in_flight, options.repeats)
-            for index, stage in enumerate(stages):
-                own = np.array(assignment) == index
-                least = (prices.once + prices.times[index] * prices.each)[own].sum()
-                assert least <= stage.lasting_bytes + 30
 
 
 def test_memory_counts_micro_batches_in_flight():
@@ -184,12 +145,6 @@ def test_options_that_are_left_open(options, micro_batches, in_flight):
 def test_options_that_cannot_work_are_refused(options, message):
     with pytest.raises(ConfigurationError, match=message):
         make_plan(tower(8, 8, 8), **{"num_stages": 2, **options})
-
-
-@pytest.mark.parametrize("schedule", ["1f2b", "forward"])
-def test_schedules_that_do_not_train_are_refused(schedule):
-    with pytest.raises(ScheduleError, match=f"'gpipe'.*Received: schedule={schedule!r}"):
-        make_plan(tower(8, 8, 8), 2, schedule=schedule)
 
 
 @pytest.mark.parametrize("balance", ["memory", "flops"])

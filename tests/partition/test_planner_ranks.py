@@ -8,7 +8,6 @@ import pytest
 from tarantella_pp import make_plan
 from tarantella_pp.partition.best_stages import rank_totals
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 
 pytestmark = pytest.mark.keras
 
@@ -41,29 +40,6 @@ def test_the_largest_rank_is_what_counts(made, schedule, ranks, balance):
     assert max(totals) == plan.certificate.value
     assert sum(totals) / 2 >= plan.certificate.lower_bound or balance == "memory"
     assert plan.certificate.lower_bound <= plan.certificate.value
-
-
-def test_the_table_names_the_ranks(made):
-    plan = made(schedule="interleaved")
-    text = " ".join(str(plan).split())
-    assert "Balanced by flops: largest rank" in text
-    assert "Ranks: 0 has stages 0, 2 (" in text
-    assert type(plan).from_json(plan.to_json()) == plan
-
-
-def test_a_rank_of_its_own_is_not_named(made):
-    plan = made(schedule="1f1b")
-    assert plan.ranks == ()
-    assert plan.num_ranks == 4
-    assert "Ranks:" not in str(plan)
-    assert made(schedule="1f1b", stages_per_rank=2).num_ranks == 2
-
-
-def test_a_step_is_simulated_on_the_ranks_of_the_plan(made):
-    plan = made(schedule="interleaved")
-    simulation = PlanSimulation(plan, HardwareSpec(1e9), plan.schedule, plan.num_micro_batches)
-    assert simulation.step().num_ranks == 2
-    assert simulation.step(4).num_ranks == 4
 
 
 def test_a_limit_of_stages_holds(made):

@@ -28,16 +28,6 @@ def test_every_stage_runs_micro_batches_in_increasing_order(schedule):
             assert order == list(range(schedule.num_micro_batches))
 
 
-def test_megatron_order():
-    rank_0, rank_1 = make_schedule("interleaved", 4, 4, 2).actions
-    assert " ".join(map(str, rank_0)) == (
-        "0F0 0F1 2F0 2F1 0F2 2BW0 0F3 2BW1 2F2 0BW0 2F3 0BW1 2BW2 2BW3 0BW2 0BW3"
-    )
-    assert " ".join(map(str, rank_1)) == (
-        "1F0 1F1 3F0 3BW0 3F1 3BW1 1F2 1BW0 1F3 1BW1 3F2 3BW2 3F3 3BW3 1BW2 1BW3"
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -5,10 +5,7 @@ from hypothesis import given
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule import (
-    Compute,
-    Reduce,
     Schedule,
-    Transfer,
     lower,
     make_schedule,
     parse_action,
@@ -22,21 +19,6 @@ from tests.helpers.schedule_strategies import schedules
 @given(schedules())
 def test_round_trip(schedule):
     assert Schedule.from_text(schedule.to_text()) == schedule
-
-
-@pytest.mark.parametrize(
-    ("text", "action"),
-    [
-        ("2F0", Compute(2, "F", 0)),
-        ("10BW31", Compute(10, "BW", 31)),
-        ("0>1SF3", Transfer(0, 1, "S", "F", 3)),
-        ("12>7RB0", Transfer(12, 7, "R", "B", 0)),
-        ("12R0", Reduce(12, 0)),
-    ],
-)
-def test_actions(text, action):
-    assert parse_action(text) == action
-    assert str(action) == text
 
 
 @pytest.mark.parametrize(
@@ -80,22 +62,15 @@ def test_text_of_a_lowered_schedule():
     ("source", "message"),
     [
         ("", "one line for each rank"),
-        ("rank 1: 0F0", "one line for each rank"),
-        ("rank 0:", "at least one computation"),
         ("rank 0: 1F0", "Stage 0 has none"),
         ("rank 0: 0F0 0G0", r"Line 1 .*'0G0'"),
         ("stages: 1\nrank 0: 0F0\nrank 0: 0F0", "Line 3 .* rank 0 is given twice"),
-        ("stages: 1\nstages: 2\nrank 0: 0F0", "Line 2 .* stages is given twice"),
         ("stages: one\nrank 0: 0F0", "Line 1 .* whole numbers"),
-        ("stages: 1 2\nrank 0: 0F0", "Line 1 .* one for stages"),
-        ("stages: 0\nrank 0: 0F0", "num_stages=0|placement"),
         ("stage: 1\nrank 0: 0F0", "Line 1 .* one of schedule, stages"),
         ("0F0 0F1", "Line 1 .* 'rank N:'"),
         ("links: 0>1\nrank 0: 0F0", "Line 1 .* one of schedule, stages"),
         ("rank 0: 0F0 0>1SF0", "Line 1 .* computations only.*'0>1SF0'"),
-        ("rank 0: 0F0 0R0", "Line 1 .* computations only.*'0R0'"),
         ("placement: 0 1\nrank 0: 0F0", r"placement=\(0, 1\)"),
-        ("placement: 1\nrank 0: 0F0", r"placement=\(1,\)"),
     ],
 )
 def test_text_that_cannot_be_read(source, message):

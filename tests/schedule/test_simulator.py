@@ -148,17 +148,6 @@ def test_what_cannot_be_simulated():
         simulate(deadlock, Costs.uniform(2))
 
 
-def test_drawing():
-    assert play("1f1b", 2, 2).to_text(36) == (
-        "rank 0 |F0>>F1>>........BW0<====....BW1<====|\n"
-        "rank 1 |....F0>>BW0<====F1>>BW1<====........|\n"
-        "1f1b: step 9 s, bubble 33.3%, speed-up 1.33 of 2   "
-        "(> forward, < input gradient, = weight gradient, . idle)\n"
-    )
-    several = play("gpipe", 2, 1, 1).to_text(30)
-    assert several.startswith("rank 0 |0F0>>1F0>>1BW0<====="), several
-
-
 @given(lowered_schedules(4, 6), st.integers(1, 120))
 def test_drawings_have_the_width_asked_for(schedule, width):
     counts = schedule.buckets or (0,) * schedule.num_stages

@@ -67,16 +67,6 @@ def test_what_recomputing_stages_hold_all_of_is_known_for_every_recipe(name, ran
     assert list(found) == (held if name != SEARCHED else list(spec.in_flight(micro_batches)))
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "micro_batches", "repeated"),
-    [("gpipe", 2, 4, [3, 3]), ("gpipe", 2, 1, [0, 0]), ("1f1b", 3, 4, [3, 3, 0]),
-     ("zb-h1", 3, 4, [3, 3, 0])],
-)  # fmt: skip
-def test_how_often_stages_repeat_their_forward_pass(name, stages, micro_batches, repeated):
-    found = ScheduleSpec.of(name, stages).repeated(micro_batches, range(stages))
-    assert found == dict(enumerate(repeated))
-
-
 @given(st.integers(1, 8), st.data())
 def test_what_is_left_of_a_schedule_is_legal(micro_batches, data):
     whole = make_schedule("zb-h1", 3, micro_batches)

@@ -134,21 +134,6 @@ def test_groups_are_the_calls_that_share_statistics_or_seeds():
     assert [len(nodes) for nodes in graph.ties] == [2]  # those of the dense layer
 
 
-def test_gradients_flow_over_floats_below_trainable_weights_only():
-    graph = extract(models.frozen_start()).graph
-    flows = {t.name: t.has_gradient for t in graph.tensors}
-    assert [flow for name, flow in flows.items() if "sequential" in name] == [False, False]
-    assert flows[graph.tensors[graph.outputs[0]].name]
-    graph = extract(models.keras_ops()).graph
-    by_kind = {node.kind: graph.tensors[node.outputs[0]].has_gradient for node in graph.nodes}
-    assert by_kind["Dense"]
-    assert by_kind["Matmul"]
-    assert not by_kind["StopGradient"]
-    assert not by_kind["Greater"]
-    assert not by_kind["Cast"]
-    assert not any(graph.tensors[t].has_gradient for t in graph.inputs)
-
-
 def test_shapes_inside_a_nested_model_are_those_of_the_call():
     graph = extract(models.nested_other_shape()).graph
     shapes = {node.kind: graph.tensors[node.outputs[0]].shape for node in graph.nodes}

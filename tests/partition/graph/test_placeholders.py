@@ -76,15 +76,3 @@ def test_sequences_of_any_length_merged_with_samples():
     inputs = keras.Input((None, 6))
     x = layers.Dense(6)(ops.reshape(inputs, (-1, 6)))
     assert rows(keras.Model(inputs, x))[-1] == ((None, 6), None)
-
-
-def test_rows_count_in_costs():
-    def graph(parts):
-        inputs = keras.Input((parts * 2, 6))
-        x = layers.Dense(6)(ops.reshape(inputs, (-1, 2, 6)))
-        return extract(keras.Model(inputs, ops.reshape(x, (-1, parts * 2, 6)))).graph
-
-    one, many = graph(1), graph(8)
-    assert many.tensors[1].bytes_per_sample == 8 * one.tensors[1].bytes_per_sample
-    assert many.nodes[1].flops == 8 * one.nodes[1].flops > 0
-    assert many.nodes[1].residual_bytes == 8 * one.nodes[1].residual_bytes

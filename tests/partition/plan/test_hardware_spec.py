@@ -80,22 +80,6 @@ def test_gradients_that_nobody_needs():
     assert step.busy_seconds[0] < step.busy_seconds[2]
 
 
-def test_losses_count():
-    """Of each entry of outputs that have gradients, whatever makes them."""
-    x = keras.Input((6,))
-    y = layers.Dense(4)(x)
-    outputs = [
-        layers.Reshape((2, 2))(y),
-        layers.Dense(3, activation="relu")(y),
-        keras.ops.argmax(y),
-    ]
-    graph = extract(keras.Model(x, outputs)).graph
-    work = {node.kind: one for node, one in zip(graph.nodes, node_work(graph), strict=True)}
-    assert work["Reshape"] == NodeWork(60, 0, 0)
-    assert work["Dense"].flops == 2 * 4 * 3 + 3 + 3 + 45  # the last one
-    assert both_ways((NodeWork(0.0, 0.0, 0.0),), 2, HardwareSpec(10.0)) == [(0.0, 0.0)]
-
-
 def test_a_plan_is_played_on_any_machine():
     plan = tnt.make_plan(models.batch_norm_cnn(), 2, machine="v100")
     assert plan.machine == tnt.machines["v100"]

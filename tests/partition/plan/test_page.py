@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import itertools
 import re
 from xml.etree import ElementTree
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,67 +86,6 @@ def test_stage_table_has_the_figures_of_the_plan_and_their_sums():
     assert total[12] == format_bytes(sum(c.bytes * len(c.targets) for c in plan.cuts))
 
 
-def test_cuts_are_listed_and_their_bytes_stand_on_the_edges():
-    plan = small()
-    text = render_html(plan)
-    rows = cells(text, "Table of tensors between stages", "tbody")
-    assert [(row[1], row[2]) for row in rows] == [
-        (cut.tensor, format_bytes(cut.bytes)) for cut in plan.cuts
-    ]
-    texts = [element.text for element in picture(text, "Operations").iter("text")]
-    assert texts.count(format_bytes(plan.cuts[0].bytes)) == len(plan.cuts)
-
-
-def bars(text):
-    """The elements of each bar of memory."""
-    region = next(e for e in parsed(text).iter("div") if e.get("aria-label") == "Memory of stages")
-    return [[*row.find("td[@class='bar']/div")] for row in region.find("table/tbody")]
-
-
-def test_memory_bars_are_as_long_as_their_parts():
-    plan = small(memory_limit=None)
-    lengths = [
-        sum(float(re.search(r"width:([\d.]+)%", part.get("style"))[1]) for part in own)
-        for own in bars(render_html(plan))
-    ]
-    sizes = [stage.memory_bytes for stage in plan.stages]
-    assert lengths == pytest.approx([100 * size / max(sizes) for size in sizes], abs=0.3)
-
-
-@pytest.mark.parametrize(("limit", "drawn", "over"), [(2**20, 1, 0), (2**34, 0, 0), (1000, 1, 1)])
-def test_a_limit_is_drawn_where_it_is_near_and_what_exceeds_it_is_marked(limit, drawn, over):
-    text = render_html(small(memory_limit=limit))
-    assert {part.tag for part in itertools.chain(*bars(text))} == {"span", *(["b"] * drawn)}
-    assert ('class="over' in text) == over
-
-
-def test_limits_of_unequal_devices_are_those_of_their_stages():
-    plan = small()
-    sizes = [stage.memory_bytes for stage in plan.stages]
-    limits = tuple(size + (-1 if i == 1 else 1) * 100 for i, size in enumerate(sizes))
-    text = render_html(msgspec.structs.replace(plan, memory_limit=limits))
-    shares = [f"{100 * size / limit:.1f} %" for size, limit in zip(sizes, limits, strict=True)]
-    assert [row[10] for row in cells(text, "Table of stages", "tbody")] == shares
-    rows = cells(text, "Memory of stages", "tbody")
-    told = [
-        f"{share} of {format_bytes(limit)}" for share, limit in zip(shares, limits, strict=True)
-    ]
-    assert [row[3] for row in rows] == told
-    over = [e.text for e in parsed(text).iter("span") if e.get("class") == "over"]
-    assert over == [shares[1]] * 2
-    assert f"{shares[1]} of its limit" in text
-
-
-def test_on_a_machine_times_are_seconds_and_messages_take_some():
-    plan = small()
-    text = render_html(msgspec.structs.replace(plan, machine=HardwareSpec(1e9)))
-    assert re.search(r"One step takes [\d.]+ s\.", text)
-    assert "messages take what links allow" in text
-    assert re.search(r"F0: forward, 0 s to [\d.]+ ms", text)
-    assert re.search(">[\\d.]+ s<", text)
-    assert "F0: forward, 0.0 % to" in render_html(plan)
-
-
 def test_replicas_and_their_sums_are_drawn():
     plan = small(num_replicas=2, placement="replicas-together", fusion_threshold=2**20)
     plan = msgspec.structs.replace(plan, machine=HardwareSpec(1e9, bandwidth=1e6))
@@ -157,12 +94,6 @@ def test_replicas_and_their_sums_are_drawn():
     alone = msgspec.structs.replace(plan, num_replicas=1, batch_size=plan.batch_size // 2)
     assert step.bubble_fraction == planned_step(alone).bubble_fraction
     text = render_html(plan)
-    share = (
-        f"{100 * step.exposed_seconds / step.step_seconds:.1f} % of the step waits for that alone"
-    )
-    assert share in text
-    assert "Placement replicas-together" in text
-    assert "buckets of up to 1.00 MiB" in text
     rows = cells(text, "Ranks of replicas", "tbody")
     assert rows == [["0", *(f"rank {2 * p}" for p in range(4))],
                     ["1", *(f"rank {2 * p + 1}" for p in range(4))]]  # fmt: skip
@@ -179,15 +110,6 @@ def test_thousand_layers_make_a_small_page():
     text = render_html(plan)
     assert len(text) < 1_000_000
     assert float(picture(text, "Operations").get("height")) < 1500
-
-
-def test_long_steps_are_not_drawn():
-    plan = plan_of(residual_graph(20), 4, schedule="1f1b", micro_batches=8)
-    for micro_batches, drawn in ((1000, True), (2000, False)):
-        longer = {"num_micro_batches": micro_batches, "batch_size": micro_batches}
-        text = render_html(msgspec.structs.replace(plan, **longer))
-        assert ("too many computations" in text) is not drawn
-        assert len(text) < 2_000_000
 
 
 def test_without_a_step_seconds_or_cuts_the_page_says_so():

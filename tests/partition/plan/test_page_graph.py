@@ -11,7 +11,7 @@ from tarantella_pp.partition.plan.page_graph import (
     graph_drawing,
     shorten,
 )
-from tests.helpers.pictured import graphs, plan_of, residual_graph
+from tests.helpers.pictured import graphs, plan_of
 
 
 @settings(max_examples=40, deadline=None)
@@ -26,16 +26,3 @@ def test_all_operations_and_cuts_are_drawn(graph, stages):
     lines = sum(route["hover"].count(": stage ") for route in drawn["routes"])
     assert lines >= len(plan.cuts)
     assert shorten("abcdefghij", 7) == "ab…ghij"
-
-
-def test_many_operations_share_boxes_and_skips_run_above_the_columns():
-    drawn = graph_drawing(plan_of(residual_graph(300, long_skips=4), 3))
-    assert all(len(column["boxes"]) <= MOST_BOXES for column in drawn["columns"])
-    first = drawn["columns"][1]["boxes"][0]
-    assert (first["title"], first["note"]) == ("block20_0_conv2d …", "5 operations")
-    assert first["hover"].count("\n") == 4  # all names
-    assert drawn["top"] > graph_drawing(plan_of(residual_graph(10), 2))["top"]
-    assert drawn["height"] < 1500
-    for column in drawn["columns"]:
-        assert column["x"] + column["width"] <= drawn["width"]
-        assert drawn["top"] + column["height"] <= drawn["height"]

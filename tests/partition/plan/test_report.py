@@ -6,9 +6,7 @@ import pytest
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.graph.units import (
     format_bytes,
-    item_bytes,
     parse_bytes,
-    sample_shape,
 )
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.page import render_html
@@ -83,19 +81,6 @@ def test_the_footer_says_how_good_the_plan_is():
     assert "Unknown dimensions are counted as 256." in text
     assert "Costs are guesses for: LSTM, Mixer." in text
     assert "No split backward pass, stage 1: why." in text
-    assert "fewer stages" not in text
-    idle = msgspec.structs.replace(plan.stages[0], parameter_bytes=0, constant_bytes=0, flops=0)
-    idle = msgspec.structs.replace(plan, stages=(idle, *plan.stages[1:]), work=())
-    assert "Stage 0 has no weights and next to no work" in as_text(idle, 200)
-    assert "bubble" not in text
-    assert "on 2 replicas" in text
-    assert "0 x2" in text
-    flops = msgspec.structs.replace(plan, balance="flops")
-    assert "Balanced by flops: largest stage 3300 FLOPs per sample" in as_text(flops, 200)
-    unknown = msgspec.structs.replace(
-        plan, certificate=Certificate(1.0, 0.0, None, False, "m", 0.0)
-    )
-    assert "no lower bound" in as_text(unknown, 200)
 
 
 def test_bytes_in_words():
@@ -116,12 +101,3 @@ def test_words_to_bytes():
 def test_what_is_no_number_of_bytes_is_refused(wrong):
     with pytest.raises(ConfigurationError, match="Received: memory_limit="):
         parse_bytes(wrong, "memory_limit")
-
-
-def test_shapes_and_dtypes():
-    assert sample_shape((None, 3, None), 256) == (3, 256)
-    assert sample_shape((3, None), 256) == (3,)
-    assert sample_shape((32, 4), 256) == (4,)
-    assert sample_shape((), 256) == ()
-    sizes = {"float32": 4, "bfloat16": 2, "bool": 1, "int64": 8, "float8_e4m3fn": 1, "int4": 1}
-    assert {dtype: item_bytes(dtype) for dtype in sizes} == sizes

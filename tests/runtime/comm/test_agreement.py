@@ -10,26 +10,11 @@ import numpy as np
 import pytest
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
-from tarantella_pp.runtime.comm.agreement import (
-    CollectiveCall,
-    disagreement,
-)
 from tarantella_pp.runtime.comm.communicator import TensorSpec, world
 from tests.helpers.mpi import find_mpiexec, mpi_run
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
 _ONE = [TensorSpec((1,), "float64")]
-
-
-def test_the_end_of_a_script_and_a_call_that_cannot_go_on_are_no_calls():
-    fit = CollectiveCall("fit", "a.py:1")
-    late = CollectiveCall("fit", "a.py:1", unfinished=True)
-    text = disagreement({0: late, 1: CollectiveCall("")})
-    assert "fit() at a.py:1, not finished, on rank 0; the script's end on rank 1" in text
-    assert disagreement({0: late, 1: late})
-    assert "KeyboardInterrupt" in disagreement(
-        {0: fit, 1: CollectiveCall("", broken="KeyboardInterrupt")}
-    )
 
 
 def refusal(make_call) -> str:

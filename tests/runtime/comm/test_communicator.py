@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import subprocess
@@ -8,18 +7,13 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.launch.environment import detect_launch
-from tarantella_pp.runtime.comm import buffers
 from tarantella_pp.runtime.comm.communicator import (
     Communicator,
-    TensorSpec,
 )
-from tarantella_pp.runtime.comm.waiting import NETWORK_POLLS, Limits, Waiter, Wakeup
+from tarantella_pp.runtime.comm.waiting import Limits, Wakeup
 from tests.helpers.message_cases import CASES, run_cases
 from tests.helpers.mpi import (
     PYTHONS,
@@ -141,28 +135,6 @@ def test_the_group_of_one_process() -> None:
         pass
 
 
-NAMES = st.sampled_from(["bool", "int8", "float16", "bfloat16", "float32", "float64", "complex128"])
-SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6)
-
-
-@given(SHAPES, NAMES, st.integers(1, 50))
-def test_pieces_are_all_of_an_array(shape: tuple[int, ...], name: str, limit: int) -> None:
-    dtype = buffers.numpy_dtype(name)
-    array = np.arange(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
-    array = array.view(dtype).reshape(shape)
-    data = buffers.as_bytes(buffers.as_array(array))
-    assert TensorSpec(shape, name).nbytes == array.nbytes == data.nbytes
-    normal, buffers.LARGEST_PIECE = buffers.LARGEST_PIECE, limit
-    try:
-        parts = list(buffers.pieces(data))
-    finally:
-        buffers.LARGEST_PIECE = normal
-    assert np.concatenate(parts).tobytes() == array.tobytes()
-    assert all(part.nbytes <= limit for part in parts)
-    assert len(parts) == max(1, -(-data.nbytes // limit))
-    assert array.nbytes == 0 or np.shares_memory(parts[0], array)
-
-
 def test_limits() -> None:
     assert Limits.from_environment({}) == Limits(60.0, 1800.0)
     assert Limits.from_environment({"TNT_WARN": "0", "TNT_TIMEOUT": "2.5"}) == Limits(0.0, 2.5)
@@ -191,22 +163,6 @@ def test_a_bell_ends_a_sleep() -> None:
     assert not there.sleep(0.0)
 
 
-@pytest.mark.parametrize(
-    ("cores", "crowded"), [(({0, 1}, {0, 1}), True), (({0}, {1}), True), (({0}, {1, 2}), False)]
-)
-def test_ranks_are_crowded_where_the_job_has_fewer_cores(
-    monkeypatch: pytest.MonkeyPatch, cores: tuple[set[int], set[int]], crowded: bool
-) -> None:
-    """Whatever the host has: three ranks, the first two bound to the same or different cores."""
-    own = iter([cores[0], cores[1], cores[0]])
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: next(own))
-    bells = [Wakeup() for _ in range(3)]
-    for bell in bells:
-        bell.connect([other.address for other in bells])
-    assert [bell.crowded for bell in bells] == [crowded] * 3
-
-
 def test_a_rank_without_a_bell_just_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError
@@ -217,23 +173,3 @@ def test_a_rank_without_a_bell_just_sleeps(monkeypatch: pytest.MonkeyPatch) -> N
     assert not bell.reaches(0)
     bell.ring(0)
     assert not bell.sleep(0.001)
-
-
-@pytest.mark.parametrize(("peer", "polls"), [(1, 1), (2, NETWORK_POLLS)])
-def test_what_comes_over_a_network_is_polled_for_several_times_in_a_row(
-    peer: int, polls: int
-) -> None:
-    """A poll takes only a part of it: as many polls as sleeps would take milliseconds."""
-    here, there = connected_bells()
-    events: list[str] = []
-    here.sleep = lambda seconds: bool(events.append("sleep"))  # type: ignore[assignment]
-    waiter = Waiter(0, Limits(), tuple, here, str)
-
-    def done() -> bool:
-        events.append("poll")
-        return events.count("sleep") > 4
-
-    waiter.until(done, lambda: "x", (peer,))
-    sleeps = [place for place, event in enumerate(events) if event == "sleep"]
-    assert {second - first - 1 for first, second in itertools.pairwise(sleeps[1:])} == {polls}
-    assert there.reaches(0)

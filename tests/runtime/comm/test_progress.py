@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
-from tarantella_pp.runtime.comm import progress
 from tarantella_pp.runtime.comm.communicator import TensorSpec, world
 from tarantella_pp.runtime.comm.progress import BackgroundProgress, is_wanted
 from tests.helpers.mpi import PYTHONS, find_mpiexec, mpi_run
@@ -26,27 +25,6 @@ def eventually(condition: Callable[[], object]) -> bool:
             return False
         time.sleep(0.001)
     return True
-
-
-def test_it_polls_while_something_is_open_and_the_rank_computes() -> None:
-    polls: list[str] = []
-    open_ = [True]
-    moved = BackgroundProgress(lambda: open_[0], lambda: polls.append(name()))
-    for least in (3, 100):
-        with moved:
-            assert eventually(lambda least=least: len(polls) >= least)
-        after = len(polls)
-        time.sleep(2 * progress._PATIENCE_SECONDS)  # the second time it has fallen asleep
-        assert len(polls) == after
-    assert set(polls) == {"tnt-progress"}
-    open_[0] = False
-    with moved:
-        time.sleep(0.01)
-    assert len(polls) == after
-
-
-def name() -> str:
-    return threading.current_thread().name
 
 
 def test_a_computation_ends_after_the_poll_that_has_begun() -> None:

@@ -23,7 +23,6 @@ from tarantella_pp.schedule import (
     BEFORE_SEARCH,
     SEARCHED,
     TRAINING_NAMES,
-    Schedule,
     ScheduleSpec,
     lower,
     make_schedule,
@@ -133,23 +132,6 @@ def test_no_step_is_below_its_bound(spec, micro_batches, recompute, split_factor
 def test_the_bubble_is_that_of_the_ranks_that_a_plan_is_for():
     assert plan_of(ScheduleSpec.of("1f1b", 4, 2), 8).ranks == (0, 1, 0, 1)
     assert plan_of(ScheduleSpec.of("interleaved", 4, 1), 4).bubble == 0.0
-
-
-@pytest.mark.parametrize(
-    ("text", "counts"),
-    [
-        ("rank 0: 0F0 0F1 0BW0 0BW1", (1,)),
-        ("rank 0: 0F0 0F1 0B0 0W0 0B1 0W1", (1,)),
-        ("rank 0: 0F0 0F1 0B0 0B1 0W0 0W1", (2,)),
-    ],
-)
-def test_what_is_recomputed_stays_until_the_weight_gradient(text, counts):
-    """Whatever the name of the schedule."""
-    spec = ScheduleSpec.of(Schedule.from_text(text), 1)
-    assert spec.held_whole(2) == counts
-    plan = plan_of(spec, 2, recompute="all")
-    alone = plan_of(ScheduleSpec.of("gpipe", 1), 2, recompute="all")
-    assert plan.stages[0].recomputed_bytes == counts[0] * alone.stages[0].recomputed_bytes
 
 
 def test_a_schedule_of_the_users_is_shown_on_its_ranks_alone():

@@ -8,7 +8,6 @@ from tarantella_pp.schedule import (
     Schedule,
     lower,
     make_schedule,
-    parse_action,
     simulate,
     validate,
 )
@@ -19,14 +18,6 @@ from tests.helpers.schedule_strategies import schedules
 @given(schedules())
 def test_round_trip(schedule):
     assert Schedule.from_text(schedule.to_text()) == schedule
-
-
-@pytest.mark.parametrize(
-    "text", ["", "F0", "0F", "0X1", "0f1", "-1F0", "0F0 ", "0>1F0", "1>SF0", "R0"]
-)
-def test_what_is_not_an_action(text):
-    with pytest.raises(ScheduleError, match="Received: '"):
-        parse_action(text)
 
 
 def test_a_schedule_of_the_user():

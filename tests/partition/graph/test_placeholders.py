@@ -38,12 +38,6 @@ def test_samples_and_steps_of_any_number():
     assert [graph.tensors[i].sample_axis for i in graph.outputs] == [1, 0]
 
 
-def test_a_batch_of_fixed_size_counts_samples_too():
-    inputs = keras.Input(batch_shape=(8, 6))
-    x = layers.Dense(4)(inputs)
-    assert {count for _, count in rows(keras.Model(inputs, ops.exp(x) * 2.0))} == {1}
-
-
 def test_learned_queries_get_a_row_for_each_sample_from_what_they_ask():
     """Keras says of attention that its result has the shape of the queries."""
     inputs = keras.Input((7, 4))

@@ -173,22 +173,6 @@ def test_copies_of_a_weight(replicas, sharded, threshold, dtype, share, copies):
     assert found == [copies * weight.bytes for weight in graph.weights]
 
 
-def test_the_gradient_of_a_table_is_the_rows_that_all_replicas_look_up():
-    graph = READ["embedding_with_mask"]
-    table, *rest = graph.weights
-    ids = 5
-    assert table.shape == (6, 4)
-    plain, shared_out = (
-        reduced(graph, 0.25, replicas=2, shard_optimizer=sharded) for sharded in (False, True)
-    )
-    rows = 2 * ROWS * ids
-    assert plain[0] == rows * (4 * 4 + 8)
-    assert shared_out[0] == plain[0] + 0.75 * table.bytes
-    narrow = reduced(graph, 1.0, replicas=2, gradient_dtype="bfloat16")
-    assert narrow[0] == rows * (4 * 2 + 8)
-    assert plain[1:] == [2 * weight.bytes for weight in rest]
-
-
 @pytest.mark.parametrize("name", ["tied_variable", "tied_head"])
 def test_a_table_that_is_multiplied_has_a_dense_gradient(name):
     graph = READ[name]

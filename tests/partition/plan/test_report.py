@@ -8,8 +8,6 @@ from tarantella_pp.partition.graph.units import (
     format_bytes,
     parse_bytes,
 )
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.page import render_html
 from tarantella_pp.partition.plan.plan_parts import Certificate
 from tarantella_pp.partition.plan.report import as_text
 from tests.helpers.plans import chain_graph, plan_of
@@ -36,20 +34,6 @@ def test_the_table():
         "Activations = micro-batches in flight x bytes of one.",
         "Memory = State + Activations + peak temporaries + message buffers.",
     ]
-
-
-def test_memory_traffic_is_work():
-    text = as_text(msgspec.structs.replace(PLAN, machine=HardwareSpec(memory_bandwidth=1e10)), 80)
-    assert "Work = time by arithmetic or by memory traffic" in text
-    assert "Work =" not in as_text(msgspec.structs.replace(PLAN, machine=HardwareSpec()), 80)
-
-
-def test_what_is_sent_is_shown_as_it_travels():
-    narrow = msgspec.structs.replace(PLAN, wire_dtype="bfloat16")
-    text = as_text(narrow, 80)
-    assert "50.0%   128B" in text
-    assert "\nActivations and their gradients are sent as bfloat16.\n" in f"{text}\n"
-    assert "128 B<small>1 tensor, per micro-batch, as bfloat16" in render_html(narrow)
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -5,14 +5,10 @@ import socket
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.launch.environment import detect_launch
-from tarantella_pp.runtime.comm.communicator import (
-    Communicator,
-)
 from tarantella_pp.runtime.comm.waiting import Limits, Wakeup
 from tests.helpers.message_cases import CASES, run_cases
 from tests.helpers.mpi import (
@@ -114,25 +110,6 @@ def test_launches_are_recognised(
     found = detect_launch(environ)
     assert (found and (found.starter, found.size)) == launch
     assert found is None or found.variable in environ
-
-
-def test_the_group_of_one_process() -> None:
-    alone = Communicator()
-    array = np.arange(3.0)
-    alone.allreduce(array)
-    alone.broadcast(array)
-    alone.barrier()
-    assert alone.start_allreduce(array).wait() is array
-    assert alone.start_reduce_scatter(array, [3]).wait().tolist() == [0, 1, 2]
-    assert alone.start_allgather([array]).wait()[0] is array
-    alone.flush()
-    alone.progress()
-    assert array.tolist() == [0, 1, 2]
-    assert alone.broadcast_json({"a": 1}) == {"a": 1}
-    assert alone.allgather_json(5) == [5]
-    assert alone.split(3) is alone
-    with alone.call("fit", epochs=2):
-        pass
 
 
 def test_limits() -> None:

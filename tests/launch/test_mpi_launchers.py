@@ -175,6 +175,19 @@ def test_a_dry_run_shows_command_and_environment_but_no_secret(own, monkeypatch,
 
 
 @pytest.mark.parametrize(
+    ("given", "tasks"),
+    [
+        ({}, None),
+        ({"SLURM_NTASKS": "5"}, 5),
+        ({"SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "3"}, 6),
+        ({"SLURM_NTASKS": "", "SLURM_NTASKS_PER_NODE": "2(x3)"}, None),
+    ],
+)
+def test_tasks_are_those_asked_for(given, tasks):
+    assert mpi_launchers.slurm_tasks(given) == tasks
+
+
+@pytest.mark.parametrize(
     ("version", "listed", "protocol"),
     [
         ("Open MPI v5.0.11", "none pmi2 pmix", "pmix"),

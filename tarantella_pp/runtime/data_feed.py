@@ -105,7 +105,7 @@ class DataFeed:
         for order in orders:
             own = order[self._shares(len(order))[self._need.replica].own_rows]
             inputs, targets = self._own_parts(arrays, own, order)
-            wanted = self._need.inputs if inputs else ()
+            wanted = self._wanted(self._need, len(inputs)) if inputs else ()
             yield self._batch(len(order), {i: inputs[i] for i in wanted}, targets, signature)
 
     def _own_parts(
@@ -169,7 +169,7 @@ class DataFeed:
             """Which inputs a rank gets from a reader, and which of that one's rows."""
             rows = shares[need.replica].own_rows
             gets = place == _source(need, readers)
-            wanted = need.inputs if gets else ()
+            wanted = self._wanted(need, len(specs)) if gets else ()
             return wanted, slice(rows.start - begins[place], rows.stop - begins[place])
 
         requests = []
@@ -198,7 +198,7 @@ class DataFeed:
         for place, request in enumerate(requests):
             if request is not None:
                 received[place] = [to_tensor(array) for array in request.wait()]
-        wanted, source = self._need.inputs, _source(self._need, readers)
+        wanted, source = self._wanted(self._need, len(specs)), _source(self._need, readers)
         inputs = dict(zip(wanted, received[source], strict=False))
         received[source] = received[source][len(wanted) :]
         targets = [tf.concat(each, 0) for each in zip(*received, strict=True)]
@@ -213,6 +213,10 @@ class DataFeed:
         w_struct, w_leaves = describe(weight)
         targets = [tf.convert_to_tensor(dense(t, "a target")) for t in (*y_leaves, *w_leaves)]
         return inputs, targets, (y_struct, w_struct)
+
+    def _wanted(self, need: Need, count: int) -> Sequence[int]:
+        """The inputs that a rank gets, out of `count`; with steps of the user's own it is all."""
+        return need.inputs
 
     def _batch(
         self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any], signature: bytes

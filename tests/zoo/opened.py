@@ -124,6 +124,64 @@ class Temporal(layers.Layer):
         return self.add(skips)[:, -1]
 
 
+class Judged(layers.Layer):
+    """Adds a loss between its layers."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.first, self.second = layers.Dense(4, activation="tanh"), layers.Dense(4)
+
+    def call(self, x):
+        y = self.first(x)
+        self.add_loss(1e-1 * ops.mean(ops.square(x * y)))
+        return self.second(y)
+
+
+class Told(layers.Layer):
+    """Hands masks on by hand, repeats a layer on what it has made, and calls one on a weight."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.words, self.read = layers.Embedding(7, 4), layers.LSTM(4, return_sequences=True)
+        self.judged, self.pool, self.shift = (
+            [Judged(), Judged()],
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(4),
+        )
+
+    def build(self, shape):
+        self.start = self.add_weight(shape=(1, 4), initializer="normal")
+        self.words.build(shape)
+        self.read.build((*shape, 4))
+        self.shift.build((None, 4))
+        for judged in self.judged:
+            judged.first.build((None, 4))
+            judged.second.build((None, 4))
+            judged.built = True
+
+    def call(self, ids):
+        real = ops.not_equal(ids, 0)
+        x = self.pool(self.read(self.words(ids), mask=real), mask=real)
+        for judged in self.judged:
+            x = judged(judged(x)) + self.shift(self.start)
+        return x
+
+
+class Keeps(layers.Layer):
+    """Others may look at what it has made on the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(6)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        self.seen = self.dense(x)
+        return 2 * self.seen
+
+
 def symbolic(model, *shape, dtype="float64"):
     model(keras.Input(shape, dtype=dtype))
     return model
@@ -146,6 +204,11 @@ def temporal():
     return keras.Model(x, layers.Dense(3)(Temporal()(x)))
 
 
+def told():
+    ids = keras.Input((5,), dtype="int32")
+    return keras.Model(ids, layers.Dense(3)(Told()(ids)))
+
+
 def twice():
     """One composite layer, called twice, in a Functional model."""
     block, x = Block(4, name="block"), keras.Input((5, 4))
@@ -165,7 +228,8 @@ class Pair(layers.Layer):
 
     def __init__(self, how):
         super().__init__(name="pair")
-        self.how, self.first, self.second = how, layers.Dense(6), layers.Dense(6)
+        self.how, self.second = how, layers.Dense(6)
+        self.first = Keeps() if how == "kept" else layers.Dense(6)
         self.generator = keras.random.SeedGenerator(1)
         self.function = tf.function(lambda x: self.second(self.first(x)), autograph=False)
         self.table = tf.Variable(np.ones((6,)))
@@ -188,6 +252,8 @@ class Pair(layers.Layer):
             x = x * self.table
         if self.how == "flag" and training:
             return self.first(x)
+        if self.how == "kept":
+            return self.second(self.first(x)) + self.first.seen
         if self.how == "values" and float(ops.max(x)) > 0:
             return x
         return self.second(self.first(x))

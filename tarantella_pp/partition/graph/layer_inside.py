@@ -101,6 +101,16 @@ def _told(value: Any) -> Any:
     return value if known else id(value) if isinstance(value, keras.Variable) else object()
 
 
+def own_tensor(value: Any) -> Any:
+    """A tensor with its mask as another one: a layer may return what it was given."""
+    if not isinstance(value, tf.Tensor):
+        return value
+    mask, own = get_mask(value), tf.identity(value)
+    if mask is not None:
+        set_mask(own, tf.identity(mask))
+    return own
+
+
 class Value(NamedTuple):
     """A tensor that parts of a layer read: of the result of a call, or an argument of the whole."""
 
@@ -225,11 +235,8 @@ class LayerTrace:
         def mark(value: Any) -> Any:
             if not isinstance(value, tf.Tensor):
                 return value
-            mask = get_mask(value)
-            own = tf.identity(value)
-            if mask is not None:
-                set_mask(own, tf.identity(mask))
-            made.raw.append((value, mask))
+            own = own_tensor(value)
+            made.raw.append((value, get_mask(value)))
             made.marked.append((own, get_mask(own)))
             return own
 
@@ -297,8 +304,7 @@ class _Walk:
         use, needed, own = PartUse(), list[Any](), range(0)
         if part.is_rest:
             needed += [tensor for pair in call.raw for tensor in pair if tensor is not None]
-            losses = self._trace.losses if not part.path else ()
-            needed += [loss for path, loss in losses if path in self.opened]
+            needed += [loss for path, loss in self._trace.losses if path == part.path]
             needed = [tensor for tensor in needed if tf.is_symbolic_tensor(tensor)]
         else:
             own = range(call.start, call.stop)
@@ -317,7 +323,9 @@ class _Walk:
             seen.add(tensor.ref())
             place = trace.places[tensor.op.name]
             if tensor.ref() in self.values:
-                use.values[self.values[tensor.ref()]] = None
+                value = self.values[tensor.ref()]
+                self._check(part, value.path[:-1] if value.path else ())
+                use.values[value] = None
             elif tensor.ref() in trace.known:
                 variable = trace.known[tensor.ref()]
                 use.variables[id(variable)] = variable
@@ -339,7 +347,7 @@ class _Walk:
 
     def aliases(self, path: Path) -> list[Value] | None:
         """The results that a call hands on as its own, if it does nothing else."""
-        if not path and any(where in self.opened for where, _ in self._trace.losses):
+        if any(where == path for where, _ in self._trace.losses):
             return None
         found = []
         for tensor, mask in self._trace.calls[path].raw:

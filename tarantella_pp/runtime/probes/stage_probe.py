@@ -156,11 +156,15 @@ class StageProbe:
         found = list(inputs)
         batched = self._batched(rows, inputs)
         size = rows
-        for more in following:
+        for more in following if any(batched) else ():
             if size >= _WANTED or len(more) != len(found):
                 break
-            size += next(y.shape[0] * rows // x.shape[0] for x, y in zip(inputs, more, strict=True))
-            found = [tf.concat([x, y], 0) for x, y in zip(found, more, strict=True)]
+            place = batched.index(True)
+            size += more[place].shape[0] * rows // inputs[place].shape[0]
+            found = [
+                tf.concat([x, y], 0) if one else x
+                for x, y, one in zip(found, more, batched, strict=True)
+            ]
         while size < _ENOUGH:
             found = [
                 tf.concat([x, x if size > 1 else _another(x)], 0) if one else x

@@ -26,7 +26,7 @@ from tarantella_pp.internals.state import (
     outside_stateless_scopes,
 )
 from tarantella_pp.partition.graph.calls import Call
-from tarantella_pp.partition.graph.layer_inside import LayerCall, Made, Path
+from tarantella_pp.partition.graph.layer_inside import LayerCall, Made, Path, own_tensor
 
 Values: TypeAlias = dict[int, Any]
 Observer: TypeAlias = Callable[[Call, Sequence[Any]], None]
@@ -86,7 +86,7 @@ class _OpenedRun:
         self._around |= self._layer.paths & self._here.keys()
         self._own = {id(variable) for call in calls for variable in call.variables}
         self._tensors, self._masks, self._observe = tensors, masks, observe
-        self._losses: list[tuple[str, Any]] = []
+        self._losses: list[tuple[Path, Any]] = []  # and the calls whose code adds them
         self._missing: set[Any] = set()  # placeholders of what is not here
         self._args: dict[Path, list[Any]] = {}  # tensors that calls were given, and their masks
         self._open: list[tuple[Path, itertools.count[int]]] = []
@@ -95,7 +95,7 @@ class _OpenedRun:
         self._inlines = tf.config.functions_run_eagerly()
 
     def run(self, training: bool | None) -> list[tuple[str, Any]]:
-        """Runs the layer; returns the losses that its own code adds, if its rest is here."""
+        """Runs the layer; returns the losses that its own code adds, as far as that is here."""
         call = self._first
         values = {}
         for key, tensor in call.bindings.items():
@@ -106,7 +106,7 @@ class _OpenedRun:
         with scope, layer_calls(self._called), inlined, only_traced():
             operation_fn(self._whole.operation, training=training)(*args, **kwargs)
         self._check()
-        return self._losses
+        return [(self._whole.operation.name, loss) for _, loss in self._losses]
 
     def _value(self, tensor: int, unmasked: bool = False) -> Any:
         """A tensor that is here, or a placeholder for it, with its mask."""
@@ -135,8 +135,8 @@ class _OpenedRun:
         raise self._error(f"writes '{variable.path}' outside of its layers")
 
     def _add(self, loss: Any) -> None:
-        if () in self._here:
-            self._losses.append((self._whole.operation.name, loss))
+        if self._open[-1][0] in self._here:
+            self._losses.append((self._open[-1][0], loss))
 
     def _called(self, call: Any, layer: Any, args: Any, kwargs: Any) -> Any:
         if self._in_leaf:
@@ -160,6 +160,7 @@ class _OpenedRun:
                 set_mask(given[place], None)
             return self._packed(known)
         if path in self._here:
+            result = tree.map_structure(own_tensor, result)
             values = [value for value in tree.flatten(result) if isinstance(value, tf.Tensor)]
             self._tensors.update(zip(self._whole.made[path], values, strict=True))
             _made(self._here[path][1], self._tensors, self._masks, self._observe)
@@ -203,7 +204,7 @@ class _OpenedRun:
                 known.setdefault(value.ref(), set()).add(tensor)
         for place, call in self._here.values():
             made = [values.get(t) for values in (self._tensors, self._masks) for t in call.outputs]
-            made += [] if place.path else [loss for _, loss in self._losses]
+            made += [loss for path, loss in self._losses if path == place.path]
             found, is_missing = self._sources(made, known, set(call.outputs))
             if is_missing:
                 raise self._error(f"'{call.name}' needs more than when it was read")

@@ -47,9 +47,10 @@ OPENED = {
         },
     ),
     "temporal": Case(opened.temporal, floats(5, 2), Y, regression()),
+    "told": Case(opened.told, IDS, Y, regression()),
     "twice": Case(opened.twice, floats(5, 4), Y, regression()),
 }
-RUNS = [("encoder", 4), ("deaf", 2), ("variational", 3), ("temporal", 4)]
+RUNS = [("encoder", 4), ("deaf", 2), ("variational", 3), ("temporal", 4), ("told", 4)]
 
 
 @functools.cache
@@ -137,6 +138,7 @@ def test_reading_leaves_a_model_as_it_was():
         ("random", "writes 'seed_generator"),
         ("variable", "does not only compute outside of its layers"),
         ("flag", "calls other layers, or in another way"),
+        ("kept", "reads what is inside of 'keeps"),
         ("values", "cannot be called on placeholders"),
     ],
 )

@@ -104,6 +104,12 @@ def _are_same(value: Any, other: Any) -> bool:
     return alike and all(one is another for one, another in pairs)
 
 
+def build_late(model: Any, inputs: Any) -> None:
+    """Has layers make what they make when they first run, as activations with weights do."""
+    if not all(layer.built for layer in sublayers(model)):
+        compute_output_spec(model, inputs, training=False)  # as `fit` of Keras does
+
+
 def hides_its_graph(model: Any) -> bool:
     """Says whether a model's operations cannot be seen: subclassed, or a Sequential not built."""
     is_model = isinstance(model, keras.Model)

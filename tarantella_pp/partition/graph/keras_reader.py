@@ -12,6 +12,7 @@ import keras
 
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.functional import (
+    build_late,
     get_mask,
     input_layer_of,
     inputs_struct,
@@ -129,6 +130,7 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
 
 def _read(model: Any, reader: _Reader) -> ExtractedModel:
     network = _supported_network(model)
+    build_late(model, inputs_struct(network))
     reader.owned = {id(variable) for variable in model.variables}
     reader.knows_no_training = not takes_training(model)
     env: dict[int, int] = {}

@@ -537,6 +537,15 @@ def test_weights_that_are_read_past_their_layers_are_refused_by_name():
     assert distance(*(trained(model, IDS) for model in models)) < 1e-10
 
 
+def test_weights_that_layers_make_when_they_first_run_are_trained():
+    def build():
+        bent = layers.PReLU(alpha_initializer="ones")
+        return between(layers.Dense(5, activation=bent, kernel_initializer="identity"))
+
+    models = compiled(build()), piped(build(), stages=2)
+    assert distance(*map(trained, models)) < 1e-10
+
+
 def test_what_rounding_has_switched_once_is_no_mixing(monkeypatch):
     """A ReLU at zero is another with other rounding, and so are the gradients that pass it."""
     honest, once = ProbeTrace.both_ways, [[0]]

@@ -24,6 +24,7 @@ from tarantella_pp.runtime.loss import BatchLoss
 from tarantella_pp.runtime.optimizer_step import OptimizerStep
 from tarantella_pp.runtime.probes.loss_probe import loss_kinds
 from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts
+from tarantella_pp.runtime.probes.weights_reached import refuse_weights_reached
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, dense_tensors
 from tarantella_pp.runtime.stage.model_outputs import output_spec, pack_outputs, unpacked
 from tarantella_pp.runtime.stage.stage_boundary import StageBoundary
@@ -111,6 +112,7 @@ class Compilation:
         outputs = unpacked(extracted.outputs_struct)
         self.loss_per_sample = bool(build_metrics(model, y, outputs, weight))
         self.coupling, kinds = loss_kinds(compiled_loss(model), extracted, y)
+        refuse_weights_reached(model, y, outputs, weight)
         self.metrics: BatchMetrics | None = None
         self.loss: BatchLoss | None = None
         ranks = weights.groups.pipeline

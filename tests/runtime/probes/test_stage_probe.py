@@ -537,6 +537,33 @@ def test_weights_that_are_read_past_their_layers_are_refused_by_name():
     assert distance(*(trained(model, IDS) for model in models)) < 1e-10
 
 
+class Near(keras.regularizers.Regularizer):
+    """Draws a weight to that of another layer."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def __call__(self, weight):
+        return ops.sum(ops.square(weight - self.other.kernel))
+
+
+@pytest.mark.parametrize("what", ["loss", "metric", "regularizer"])
+def test_functions_that_read_weights_past_what_they_are_given_are_refused_by_name(what):
+    model = between()
+    first, last = model.layers[1], model.layers[-1]
+
+    def reading(y, y_pred):
+        return ops.mean(ops.square(y - y_pred), -1) + ops.sum(ops.square(first.kernel))
+
+    if what == "regularizer":
+        last.kernel_regularizer = last.kernel.regularizer = Near(first)
+    model = PipelineModel(model, 1, num_micro_batches=3)
+    metrics = [reading] if what == "metric" else None
+    model.compile(sgd(), reading if what == "loss" else "mse", metrics=metrics)
+    with pytest.raises(UnsupportedModelError, match=f"(?i){what}.* reads weight 'before/kernel'"):
+        model.train_on_batch(X, Y)
+
+
 def test_weights_that_layers_make_when_they_first_run_are_trained():
     def build():
         bent = layers.PReLU(alpha_initializer="ones")

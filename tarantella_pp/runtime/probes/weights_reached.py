@@ -1,0 +1,73 @@
+"""Weights that losses, metrics or regularizers read though they are not given them: by trying.
+
+Their gradients would be lost: ranks compute losses of outputs, and regularizers of one weight each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.internals.training import (
+    compiled_loss,
+    compiled_metrics,
+    made_by_keras,
+    second_loss,
+)
+
+
+def refuse_weights_reached(model: Any, y: Any, y_pred: Any, sample_weight: Any) -> None:
+    """Refuses functions of a compiled model that read trained weights past what they are given."""
+    weights, given = model.trainable_variables, (y, y_pred, sample_weight)
+    loss, metrics = compiled_loss(model), compiled_metrics(model)
+    if loss is not None:
+        advice = "Add what follows from weights with `add_loss`, in a layer that has them."
+        _refuse("The loss", weights, second_loss(loss), given, advice)
+    if metrics is not None and not all(map(made_by_keras, metrics.metrics)):
+        advice = "Report what follows from weights in a callback, after `get_weights()`."
+        _refuse("A metric", weights, metrics.update_state, given, advice)
+    advice = "Add what follows from both with `add_loss`, in a layer that has both."
+    for weight in weights:
+        regularizer = weight.regularizer
+        if regularizer is not None and not type(regularizer).__module__.startswith("keras."):
+            others = [other for other in weights if other is not weight]
+            own = keras.KerasTensor(tuple(weight.shape), weight.dtype)
+            _refuse(f"The regularizer of '{weight.path}'", others, regularizer, (own,), advice)
+
+
+def _refuse(
+    what: str, weights: Sequence[Any], function: Callable[..., Any], given: Any, advice: str
+) -> None:
+    reached = _reached(weights, function, given)
+    if reached:
+        raise UnsupportedModelError(
+            f"{what} reads weight '{reached[0].path}' past the model's layers, where stages and "
+            f"replicas would not train as one process does. {advice}"
+        )
+
+
+def _reached(weights: Sequence[Any], function: Callable[..., Any], given: Any) -> list[Any]:
+    """The weights that a function reads, which stand-ins without values show."""
+    found: list[Any] = []
+
+    def trace() -> None:
+        values = [tf.compat.v1.placeholder(w.dtype, tuple(w.shape)) for w in weights]
+        pairs = list(zip(weights, values, strict=True))
+        arguments = keras.tree.map_structure(_placeholder, given)
+        # Whatever it says to what has no values, it says to the first batch, too.
+        with contextlib.suppress(Exception), keras.StatelessScope(state_mapping=pairs):
+            function(*arguments)
+        found.extend(weight for weight, value in pairs if value.consumers())
+
+    tf.function(trace, autograph=False).get_concrete_function()
+    return found
+
+
+def _placeholder(described: Any) -> Any:
+    is_tensor = isinstance(described, keras.KerasTensor)
+    return tf.compat.v1.placeholder(described.dtype, described.shape) if is_tensor else described

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -51,10 +52,11 @@ def compiled_metrics(model: Any) -> Any:
     return model._compile_metrics
 
 
-def made_by_keras(metric: Any) -> bool:
-    """Whether a metric is one of Keras' own, and so is the function that it is a mean of."""
-    parts = (type(metric), getattr(metric, "_fn", type(metric)))
-    return all(str(getattr(part, "__module__", "")).startswith("keras.") for part in parts)
+def made_by_keras(part: Any) -> bool:
+    """Whether a metric or layer is one of Keras' own, and so are the functions it was given."""
+    functions = filter(inspect.isfunction, vars(part).values())
+    made = (type(part), getattr(part, "_fn", type(part)), *functions)
+    return all(str(getattr(each, "__module__", "")).startswith("keras.") for each in made)
 
 
 def track_loss(model: Any, loss: Any, rows: Any) -> None:

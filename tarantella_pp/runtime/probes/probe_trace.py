@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -82,9 +83,15 @@ class ProbeTrace:
     """
 
     def __init__(
-        self, module: StageModule, specs: Sequence[tf.TensorSpec], training: bool, rows: int
+        self,
+        module: StageModule,
+        specs: Sequence[tf.TensorSpec],
+        training: bool,
+        rows: int,
+        differentiates: bool = True,
     ) -> None:
         self._module, self._rows, self._training = module, rows, training
+        self._differentiates = training and differentiates
         self._parts: list[list[tf.Tensor]] = []
         self._made: list[tuple[Call, list[tf.Tensor]]] = []
         self.weights: list[Any] = []  # that get a gradient
@@ -219,6 +226,32 @@ class ProbeTrace:
         compiled = CompiledFunction(lambda *values: carved(*values), specs)
         return samples_back(list(unoptimized()(compiled.__call__)(*inputs)), axes)
 
+    def first_other(self, other: ProbeTrace, inputs: Sequence[tf.Tensor]) -> Call | None:
+        """The first of the stage's calls whose result is another one as it is traced there."""
+        if not any(self._differ(other, inputs, lambda trace: trace._parts[0])):
+            return None
+        differ = self._differ(other, inputs, ProbeTrace._results)
+        calls = (call for call, tensors in self._made for _ in tensors)
+        return next((call for call, is_other in zip(calls, differ, strict=True) if is_other), None)
+
+    def _differ(
+        self,
+        other: ProbeTrace,
+        inputs: Sequence[tf.Tensor],
+        fetched: Callable[[ProbeTrace], Sequence[tf.Tensor]],
+    ) -> list[bool]:
+        """Which results of two traces differ."""
+        probes = [
+            PartsProbe(each.function, each._feeds[2:], fetched(each), rows=self._rows)
+            for each in (self, other)
+        ]
+        pairs = zip(*(probe.run(inputs).values for probe in probes), strict=True)
+        tolerance = max(probe.tolerance for probe in probes)
+        return [SAME not in kinds_of(0.0, one, [two], [1.0], tolerance) for one, two in pairs]
+
+    def _results(self) -> list[tf.Tensor]:
+        return [tensor for _, tensors in self._made for tensor in tensors]
+
     def writing(self, variables: Sequence[tf.Variable]) -> PartsProbe:
         """A probe of what the forward pass writes to some variables."""
         inner = self._handles(variables)
@@ -239,12 +272,11 @@ class ProbeTrace:
         captures = self.function.graph.captures
         return {handle.ref() for outer, handle in captures if id(outer) in outside}
 
-    def first_call(self, samples: Samples) -> Call | None:
+    def first_call(self, samples: Samples, sizes: Sequence[int] = (1, 2)) -> Call | None:
         """The first of the stage's calls whose result for some samples changes with others."""
-        fetches = [tensor for _, tensors in self._made for tensor in tensors]
-        probe = PartsProbe(self.function, self._feeds[2:], fetches, rows=self._rows)
-        found = probe.compare(samples)
-        places = iter(range(len(fetches)))
+        probe = PartsProbe(self.function, self._feeds[2:], self._results(), rows=self._rows)
+        found = probe.compare(samples, sizes)
+        places = itertools.count()
         kinds = [(call, [found.kinds(next(places)) for _ in own]) for call, own in self._made]
         return next((c for c, each in kinds if not all(k & {ROWS, SAME} for k in each)), None)
 
@@ -260,7 +292,7 @@ class ProbeTrace:
         outputs = samples_first(results, boundary.axes_of(port.tensor for port in boundary.outputs))
         given: list[tf.Tensor] = []
         gradients: Sequence[Any] = []
-        if self._training:
+        if self._differentiates:
             given, gradients = self._gradients(place, factors, inputs, outputs, added)
         pairs = zip(module.accumulator.weights, gradients, strict=False)
         found = [(weight, gradient) for weight, gradient in pairs if gradient is not None]

@@ -19,6 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.internals.functional import sublayers
+from tarantella_pp.internals.training import made_by_keras
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.probes.metric_probe import metric_means
 from tarantella_pp.runtime.probes.parts import MEAN, SUM, Samples, alike, much_larger, opposite
@@ -79,12 +81,13 @@ class StageProbe:
             self._refuse_lost(trace)
         if num_micro_batches > 1:
             samples = self._enough(rows, first, following())
+            self._refuse_sizes(trace, training, rows, first)
             try:
-                self._refuse_coupled(trace, training, samples)
+                self._refuse_coupled(trace, training, samples, rows)
             except UnsupportedModelError:
                 # A unit of ReLU that is zero but for rounding, which is another in another shape,
                 # is not so again with samples that are a little larger.
-                self._refuse_coupled(trace, training, samples.changed(_larger))
+                self._refuse_coupled(trace, training, samples.changed(_larger), rows)
             self._module.means[training] = metric_means(
                 self._module.layer.calls, trace, samples, self._num_replicas
             )
@@ -118,21 +121,40 @@ class StageProbe:
                     "or use num_stages=1."
                 )
 
-    def _refuse_coupled(self, trace: ProbeTrace, training: bool, samples: Samples) -> None:
+    def _refuse_coupled(
+        self, trace: ProbeTrace, training: bool, samples: Samples, rows: int
+    ) -> None:
         for found in trace.both_ways(samples):
             if training:
                 self._module.accumulator.fixed = found.fixed
             if found.mixes or found.strange:
                 strange = [trace.weights[place].path for place in found.strange]
                 raise _mixes(trace.first_call(samples), strange)
-        crowded = samples.changed(alike)
-        if trace.compare(crowded).mixes:
-            raise _mixes(trace.first_call(crowded), [])
+        self._refuse_mixed(trace, samples.changed(alike))
+        if rows < samples.rows:  # as many as there are in training
+            self._refuse_mixed(trace, samples, (rows, samples.rows - rows))
         self._factors.clear()
         if self._module.added_by[training]:
             self._kinds[training] = _added_kinds(trace, samples)
         if trace.mixes_rarely(samples):
             raise _mixes(trace.first_to_see_sums(), [])
+
+    def _refuse_mixed(
+        self, trace: ProbeTrace, samples: Samples, sizes: Sequence[int] = (1, 2)
+    ) -> None:
+        if trace.compare(samples, sizes=sizes).mixes:
+            raise _mixes(trace.first_call(samples, sizes), [])
+
+    def _refuse_sizes(
+        self, trace: ProbeTrace, training: bool, rows: int, inputs: Sequence[tf.Tensor]
+    ) -> None:
+        """Refuses layers that compute otherwise where they are told how many samples there are."""
+        if all(made_by_keras(part) for part in sublayers(self._module.layer)[1:]):
+            return
+        specs = [tf.TensorSpec(x.shape, x.dtype) for x in inputs]
+        known = ProbeTrace(self._module, specs, training, rows, differentiates=False)
+        if (call := trace.first_other(known, inputs)) is not None:
+            raise _mixes(call, [])
 
     def _trace(self, training: bool, rows: int, inputs: Sequence[tf.Tensor]) -> ProbeTrace:
         specs = [

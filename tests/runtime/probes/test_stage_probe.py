@@ -103,6 +103,14 @@ def counted(layer, x, _):
     return layer.gain * x / ops.cast(ops.shape(x)[0], x.dtype)
 
 
+def other_in_fours(layer, x, _):
+    return layer.gain * ops.where(ops.equal(ops.shape(x)[0], 4), 3 * x, x)
+
+
+def traced_otherwise_in_fours(layer, x, _):
+    return layer.gain * (3 * x if x.shape[0] == 4 else x)
+
+
 def clipped_on_the_way_back(layer, x, _):
     @tf.custom_gradient
     def clipped(x):
@@ -214,6 +222,13 @@ def test_what_is_no_sum_over_samples_is_refused_by_name(build, rows, message):
         model.train_on_batch(X[:rows], Y[:rows])
     assert distance(before, [w.numpy() for w in variables]) == 0
     assert int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.parametrize("function", [other_in_fours, traced_otherwise_in_fours])
+def test_layers_are_tried_with_as_many_samples_as_a_micro_batch_has(function):
+    x, y = np.concatenate([X, X + 1]), np.concatenate([Y, Y])
+    with pytest.raises(UnsupportedModelError, match=COUNTS):
+        piped(between(Own(function))).train_on_batch(x, y)
 
 
 @pytest.mark.parametrize("function", [by_no_generator, by_python, in_a_branch])

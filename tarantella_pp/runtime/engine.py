@@ -268,12 +268,15 @@ def step_function(
 
     def run(iterator: Iterator[Any]) -> dict[str, Any]:
         data = next(iterator)
-        logs = step(_batch(engine, data))
-        if not isinstance(data, Batch):  # a single batch is an epoch of its own
-            engine.share_metrics()
-            return logs
-        for batch in itertools.islice(iterator, steps_per_execution - 1):
-            logs = step(batch)
+        try:
+            logs = step(_batch(engine, data))
+            if not isinstance(data, Batch):  # a single batch is an epoch of its own
+                engine.share_metrics()
+                return logs
+            for batch in itertools.islice(iterator, steps_per_execution - 1):
+                logs = step(batch)
+        except StopIteration as error:  # which Keras' loops take for the end of the data
+            raise RuntimeError("A step raised StopIteration before it was over.") from error
         return logs
 
     return run

@@ -216,3 +216,14 @@ def test_data_that_fail_take_nothing_along():
         model.fit(batches(), steps_per_epoch=3, verbose=0)
     assert int(model.optimizer.iterations) == 2
     check(model, reference)
+
+
+def test_a_step_that_ends_too_early_is_not_the_end_of_the_data():
+    def loss(y_true, y_pred):
+        return next(iter(()))
+
+    inputs = keras.Input((4,))
+    model = PipelineModel(keras.Model(inputs, layers.Dense(2)(layers.Dense(3)(inputs))), 2)
+    model.compile("sgd", loss)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        model.fit(floats(4), floats(2, seed=1), verbose=0)

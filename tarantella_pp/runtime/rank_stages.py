@@ -28,7 +28,7 @@ from tarantella_pp.runtime.stage.stage_boundary import (
     stage_edges,
 )
 from tarantella_pp.runtime.stage.stage_messages import StageMessages
-from tarantella_pp.runtime.weights.remote_variables import is_stale
+from tarantella_pp.runtime.weights.remote_variables import is_remote, is_stale
 from tarantella_pp.schedule import Transfer
 
 
@@ -193,5 +193,10 @@ class RankStages(dict[int, Stage]):
 def _weights_past(extracted: ExtractedModel, nodes: Sequence[int]) -> list[Any]:
     """The weights that a stage has no layer of, and that can be read here."""
     own = {id(w) for node in nodes for w in extracted.calls[node].variables}
-    every = {id(w): w for w in extracted.variables if w.trainable}
-    return [w for key, w in every.items() if key not in own and not is_stale(w)]
+    return [
+        variable
+        for variable, facts in zip(extracted.variables, extracted.graph.weights, strict=True)
+        if (facts.trainable or facts.stateful or is_remote(variable))
+        and id(variable) not in own
+        and not is_stale(variable)
+    ]

@@ -114,11 +114,14 @@ class StageProbe:
         read = {id(variable) for variable in trace.function.graph.variables}
         for weight in self._others():
             if id(weight.value) in read:
+                lost, instead = "new values", "Call the layer itself."
+                if weight.trainable:
+                    lost = "gradient"
+                    instead = "Call the layer itself, make one layer of both, or use num_stages=1."
                 raise UnsupportedModelError(
                     f"Stage {self._module.boundary.index} reads weight '{weight.path}', whose "
                     "layer is in another stage: a Lambda or a layer reads it past that layer, so "
-                    "its gradient would be lost. Call the layer itself, or make one layer of both, "
-                    "or use num_stages=1."
+                    f"its {lost} would be lost. {instead}"
                 )
 
     def _refuse_coupled(

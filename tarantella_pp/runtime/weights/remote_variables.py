@@ -137,6 +137,11 @@ def let_go(variable: Any) -> None:
         variable.drop(variable._stale or OF_WEIGHTS)
 
 
+def is_remote(variable: Any) -> bool:
+    """Whether a variable's true value is on another rank, from the next step on at the latest."""
+    return isinstance(variable, _Remote)
+
+
 def is_stale(variable: Any) -> bool:
     """Whether another rank has trained a variable since this rank had its value."""
     return isinstance(variable, _Remote) and bool(variable._stale)

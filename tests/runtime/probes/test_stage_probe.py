@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import keras
@@ -550,6 +551,28 @@ def test_weights_that_are_read_past_their_layers_are_refused_by_name():
         piped(tied_past_its_layer(), stages=2).train_on_batch(IDS, Y)
     models = compiled(tied_past_its_layer()), piped(tied_past_its_layer())
     assert distance(*(trained(model, IDS) for model in models)) < 1e-10
+
+
+def reads_past(first, name):
+    """A Lambda scales with a weight of the first layer."""
+    inputs = keras.Input((5,))
+    x = first(inputs)
+    weight = next(w for w in first.weights if w.name == name)
+    x = layers.Lambda(lambda x: x * ops.sum(weight))(layers.Dense(5)(x))
+    return keras.Model(inputs, x)
+
+
+def test_moving_averages_of_another_stage_are_refused_and_frozen_weights_at_hand_are_read():
+    model = piped(reads_past(layers.BatchNormalization(), "moving_mean"), stages=2)
+    with pytest.raises(UnsupportedModelError, match=r"reads weight '.*moving_mean'.* new values"):
+        model.train_on_batch(X, Y)
+    found = []
+    for wrap in (compiled, functools.partial(piped, stages=2)):
+        keras.utils.set_random_seed(1)
+        first = layers.Dense(5)
+        first.trainable = False
+        found.append(trained(wrap(reads_past(first, "kernel"))))
+    assert distance(*found) < 1e-10
 
 
 class Near(keras.regularizers.Regularizer):

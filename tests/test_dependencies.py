@@ -27,7 +27,7 @@ for model in ("ResNet50", "examples/train_digits.py:build_model"):
     assert main(["plan", "make", model, "--stages", "2"]) == 1
 """
 NAMES = {
-    "PipelineModel": "models", "make_plan": "models", "profile": "profile", "callbacks": "callbacks"
+    "PipelineModel": "models", "make_plan": "models", "profile": "models", "callbacks": "callbacks"
 }  # fmt: skip
 """Public names, and what is said to need the package."""
 

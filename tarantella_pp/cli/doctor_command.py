@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         what = f" (no rank has come up on {silent})" if silent else ""
         problems.append(f"Ranks on {names} do not all reach each other{what}: {why}. {_NETWORK}")
     links = [
-        f"Messages: {one['bandwidth'] / 1e9:.3g} GB/s after {one['latency'] * 1e6:.3g} us."
+        f"Messages: {one['bandwidth'] / 1e9:.2f} GB/s after {one['latency'] * 1e6:.1f} us."
         for one in told
         if "bandwidth" in one
     ]

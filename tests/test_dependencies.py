@@ -11,7 +11,6 @@ PROGRAM = """
 import sys
 package, *names = sys.argv[1:]
 sys.modules[package] = None
-import importlib
 import tarantella_pp as tnt
 from tarantella_pp.cli.main import main
 for name in names:
@@ -20,15 +19,13 @@ for name in names:
     except ImportError as error:
         print(f"{type(error).__name__}: {error}")
 try:
-    importlib.import_module("tarantella_pp.callbacks")
+    tnt.callbacks.Timeline
 except ImportError as error:
     print(f"{type(error).__name__}: {error}")
 for model in ("ResNet50", "examples/train_digits.py:build_model"):
     assert main(["plan", "make", model, "--stages", "2"]) == 1
 """
-NAMES = {
-    "PipelineModel": "models", "make_plan": "models", "profile": "models", "callbacks": "callbacks"
-}  # fmt: skip
+NAMES = {"PipelineModel": "models", "make_plan": "models", "profile": "models"}
 """Public names, and what is said to need the package."""
 
 

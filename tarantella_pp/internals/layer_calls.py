@@ -19,7 +19,7 @@ CallHandler = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]
 
 
 def new_graph(name: str) -> Any:
-    """A graph of TensorFlow as that of a function, to trace in."""
+    """A graph of TensorFlow, like a function's, to trace in."""
     return tf.__internal__.FuncGraph(name)
 
 

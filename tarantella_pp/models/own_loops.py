@@ -1,6 +1,6 @@
 """What a model's class puts around Keras' loops, and around `compile`: it stays.
 
-A class whose `fit` prepares the data, and calls that of Keras with what it has made of them, runs
+A class whose `fit` prepares the data, and then calls Keras' `fit` with the prepared data, runs
 as it is, with the user's own model; only what it calls is another loop::
 
     PipelineModel.fit(strings) -> Task.fit(strings) -> keras.Model.fit(token ids)

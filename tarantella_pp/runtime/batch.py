@@ -42,7 +42,7 @@ def describe(value: Any) -> tuple[Any, list[Any]]:
 
 
 def made_of(description: Any, make: Callable[[list[int | None], str], Any]) -> Any:
-    """Makes a structure like the described one, of what is made of each shape and dtype."""
+    """Makes a structure like the described one, of something made of each shape and dtype."""
     if description is None:
         return None
     if isinstance(description, dict):

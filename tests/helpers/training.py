@@ -291,7 +291,8 @@ def distance(first: Any, second: Any, name: str = "") -> float:
         return max(distance(a, b) for a, b in zip(first, second, strict=True))
     a, b = np.asarray(first, float), np.asarray(second, float)
     assert a.shape == b.shape, (a.shape, b.shape)
-    assert np.isfinite(a).all() and np.isfinite(b).all()
+    assert np.isfinite(a).all()
+    assert np.isfinite(b).all()
     if not a.size or (a == b).all():
         return 0.0
     # What should be zero, as the gradient of the bias of the keys of an attention, is rounding.

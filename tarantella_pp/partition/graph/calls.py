@@ -81,9 +81,9 @@ class PlaceInside:
 
     whole: OpenedCall
     path: Path
-    layer: Any  # the layer called, or that of which this is the rest
+    layer: Any  # the layer called, or the one that this is the rest of
     reads: tuple[int, ...]  # ids of tensors
-    needs: frozenset[int]  # those of them that it reads however it is called
+    needs: frozenset[int]  # the ones that it reads however it is called
     weights: tuple[Any, ...]  # the model's variables that it reads past the layers in it
 
 

@@ -136,7 +136,7 @@ class PartUse:
 
 
 class _PartsError(Exception):
-    """A part reads what is inside of another one."""
+    """A part reads the inside of another one."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(reason)
@@ -413,7 +413,7 @@ class OpenedLayer:
 
 
 class LayerInside:
-    """A call of a composite layer, with what is inside of it."""
+    """A call of a composite layer, with its inside."""
 
     def __init__(
         self,
@@ -607,7 +607,7 @@ def _why_whole(calls: list[LayerCall]) -> str:
 def _made(is_open: bool, few: Any, many: Any, general: Any) -> SeenTensor:
     """Describes a tensor by what it is for two numbers of samples, and for any."""
     sizes = [tuple(tensor.shape) for tensor, _ in (few, many)]
-    # Where sizes had to be made up, those of the data are others.
+    # Where sizes had to be made up, the data have others.
     shape = tuple(
         size if size is not None or is_open or a != b else a
         for size, a, b in zip(general[0].shape, *sizes, strict=True)

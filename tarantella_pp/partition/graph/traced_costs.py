@@ -1,6 +1,6 @@
 """What traced operations of TensorFlow cost: arithmetic, and what their gradients need again.
 
-So layers are priced by what is inside of them, without a rule for each.
+So the inside of a layer gives its price, without a rule for each layer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class NodeCost:
 
 
 class Priced:
-    """The operations of a graph with their costs, of which it computes `samples` samples."""
+    """The operations of a graph that computes `samples` samples, with their costs."""
 
     def __init__(self, operations: Sequence[Any], given: dict[Any, bool], samples: int) -> None:
         """`given` says of placeholders whether they have a gradient."""

@@ -191,7 +191,7 @@ def roofline_seconds(
 ) -> list[tuple[float, float, float]]:
     """Returns the seconds of each operation for one micro-batch.
 
-    They are those of its forward pass, and of its gradients of inputs and of weights.
+    Of its forward pass, and of its gradients of inputs and of weights.
     """
     found = []
     for one in work:

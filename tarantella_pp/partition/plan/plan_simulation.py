@@ -109,7 +109,7 @@ def stage_seconds(
 ) -> list[tuple[float, float, float]]:
     """Returns the seconds of each stage by arithmetic and memory traffic.
 
-    They are those of its forward pass, and of its gradients of inputs and of weights.
+    Of its forward pass, and of its gradients of inputs and of weights.
     """
     stages, nodes = plan.assignment, plan.work
     if not nodes:

@@ -117,7 +117,7 @@ def _config_of(loss: Any) -> str | None:
     parts = (type(loss), getattr(loss, "fn", type(loss)))
     if not all(str(part.__module__).startswith("keras.") for part in parts):
         return None
-    # Its `get_config` may leave out options, as that of `CosineSimilarity` does the axis.
+    # Its `get_config` may leave out options, as `CosineSimilarity` does the axis.
     return repr([*parts, *(x for x in vars(loss).items() if x[0] not in ("name", "reduction"))])
 
 

@@ -144,7 +144,7 @@ def _rows_of(tensor: tf.Tensor, rows: slice, count: int) -> tf.Tensor:
 
 
 def _only(samples: Samples, rows: slice) -> list[tf.Tensor]:
-    """What a function is given that is told nothing but the samples."""
+    """What a function gets that knows nothing but the samples."""
     return samples.tensors
 
 

@@ -151,7 +151,7 @@ class StageProbe:
     def _refuse_sizes(
         self, trace: ProbeTrace, training: bool, rows: int, inputs: Sequence[tf.Tensor]
     ) -> None:
-        """Refuses layers that compute otherwise where they are told how many samples there are."""
+        """Refuses layers that compute otherwise where they know how many samples there are."""
         if all(made_by_keras(part) for part in sublayers(self._module.layer)[1:]):
             return
         specs = [tf.TensorSpec(x.shape, x.dtype) for x in inputs]

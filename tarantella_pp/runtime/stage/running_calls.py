@@ -87,7 +87,7 @@ class _OpenedRun:
         self._own = {id(variable) for call in calls for variable in call.variables}
         self._tensors, self._masks, self._observe = tensors, masks, observe
         self._losses: list[tuple[Path, Any]] = []  # and the calls whose code adds them
-        self._missing: set[Any] = set()  # placeholders of what is not here
+        self._missing: set[Any] = set()  # placeholders of absent tensors
         self._args: dict[Path, list[Any]] = {}  # tensors that calls were given, and their masks
         self._open: list[tuple[Path, itertools.count[int]]] = []
         self._in_leaf = False

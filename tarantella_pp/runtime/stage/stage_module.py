@@ -148,7 +148,7 @@ class StageModule:
     def parted(
         self, sources: Sequence[tf.Tensor], gradients: Sequence[Any]
     ) -> tuple[list[tf.Tensor], Sequence[Any]]:
-        """Gradients of inputs, zeros where there is none, and those of weights."""
+        """Gradients of inputs, zeros where there is none, and of weights."""
         pairs = list(zip(sources, gradients, strict=False))
         self.blocks |= any(gradient is None for _, gradient in pairs)
         back = [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for s, g in pairs]

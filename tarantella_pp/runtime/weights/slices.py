@@ -23,7 +23,7 @@ Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
 
 def lookups_of(indices: tf.Tensor) -> list[tf.Tensor]:
-    """The indices of each lookup: TensorFlow puts those of several one behind the other."""
+    """The indices of each lookup: TensorFlow puts several one behind the other."""
     if indices.op.type != "ConcatV2":
         return [indices]
     return [one for each in indices.op.inputs[:-1] for one in lookups_of(each)]

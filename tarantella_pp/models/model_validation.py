@@ -140,7 +140,7 @@ def warn_of_batch_statistics(extracted: ExtractedModel, num_micro_batches: int) 
             "numbers differ from those of one process; only their moving averages see the batch. "
             "LayerNormalization and GroupNormalization do not depend on the batch.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,  # behind `surrounded`
         )
 
 
@@ -197,7 +197,7 @@ def check_optimizer(model: Any) -> None:
         )
 
 
-def warn_of_compilation(given: Mapping[str, Any]) -> None:
+def warn_of_compilation(given: Mapping[str, Any], stacklevel: int = 3) -> None:
     """Warns of options that ranks do not follow, and whose numbers are the same."""
     for name in ("run_eagerly", "jit_compile"):
         if given.get(name) is True:
@@ -205,5 +205,5 @@ def warn_of_compilation(given: Mapping[str, Any]) -> None:
                 f"Ranks compile stages and steps themselves, without XLA, and ignore {name}=True: "
                 "the numbers are the same. To debug line by line, train the Keras model itself.",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=stacklevel,
             )

@@ -258,7 +258,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         if self._engine.prints:
             micro_batches = self._engine.num_micro_batches
             model_validation.warn_of_batch_statistics(self._engine.extracted, micro_batches)
-            model_validation.warn_of_compilation(given.arguments)
+            model_validation.warn_of_compilation(given.arguments, stacklevel=4)
 
     def _divided(self, optimizer: Any) -> OptimizerState | None:
         """Leaves an optimizer with this rank's share of its slots; all ranks must call it."""

@@ -90,7 +90,7 @@ def test_what_the_launcher_says_is_the_reason(command, monkeypatch, tmp_path, sc
     monkeypatch.setattr(sys, "executable", str(shell))
     assert command("doctor") == 1
     assert command.stdout.endswith(f"- Two ranks on this host do not run: {told}.\n")
-    assert command.stdout.count("Messages: 2 GB/s after 2 us.") == links
+    assert command.stdout.count("Messages: 2.00 GB/s after 2.0 us.") == links
 
 
 VERSIONS: dict[str, str | None] = {

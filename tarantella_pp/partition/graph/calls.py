@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tarantella_pp.internals.functional import sublayers, trained_variables
+from tarantella_pp.internals.functional import states_of, trained_variables
 from tarantella_pp.partition.graph.flops import (
     SizedTensor,
     forward_flops,
@@ -105,8 +105,8 @@ def graph_of(
 ) -> LayerGraph:
     """Makes the layer graph of tensors and calls: adds who reads each tensor, and the costs."""
     trained = {id(v) for call in calls for v in trained_variables(call.operation)}
-    # What only the code between layers reads, and so nothing writes
-    held = {id(v) for call in calls for layer in sublayers(call.operation) for v in layer.variables}
+    # What only the code between layers reads, and so nothing writes; metrics are a layer's as well
+    held = {id(v) for call in calls for v in states_of(call.operation)}
     trained |= {id(v) for v in variables if id(v) not in held}
     weights = tuple(_weight(i, v, id(v) not in trained) for i, v in enumerate(variables))
     weight_ids = {id(variable): i for i, variable in enumerate(variables)}

@@ -53,7 +53,7 @@ def compiled_metrics(model: Any) -> Any:
 
 
 def made_by_keras(part: Any) -> bool:
-    """Whether a metric or layer is one of Keras' own, and so are the functions it was given."""
+    """Whether a part of a model is one of Keras' own, and so are the functions it was given."""
     functions = filter(inspect.isfunction, vars(part).values())
     made = (type(part), getattr(part, "_fn", type(part)), *functions)
     return all(str(getattr(each, "__module__", "")).startswith("keras.") for each in made)

@@ -6,7 +6,7 @@
 
 The code between the calls, the glue, is not taken apart: it belongs to the call that needs it.
 The stages of a pipeline run all of the layer's own code once more, and make the calls that are
-theirs (`runtime/stage/opened_layers.py`). So nothing here has to be a copy of what the layer does;
+theirs (`runtime/stage/running_calls.py`). So nothing here has to be a copy of what the layer does;
 what cannot be parted so is found, and stays whole.
 """
 

@@ -34,7 +34,7 @@ def refuse_weights_reached(model: Any, y: Any, y_pred: Any, sample_weight: Any) 
     advice = "Add what follows from both with `add_loss`, in a layer that has both."
     for weight in weights:
         regularizer = weight.regularizer
-        if regularizer is not None and not type(regularizer).__module__.startswith("keras."):
+        if regularizer is not None and not made_by_keras(regularizer):
             others = [other for other in weights if other is not weight]
             own = keras.KerasTensor(tuple(weight.shape), weight.dtype)
             _refuse(f"The regularizer of '{weight.path}'", others, regularizer, (own,), advice)

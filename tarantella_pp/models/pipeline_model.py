@@ -22,8 +22,7 @@ from tarantella_pp.models.deferred_init import (
     initial_values,
     initialize_beside,
 )
-from tarantella_pp.models.own_loops import surrounded
-from tarantella_pp.models.training_loops import TrainingLoops
+from tarantella_pp.models.training_loops import TrainingLoops, surrounded
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.options import PlanOptions, Recompute
 from tarantella_pp.partition.plan.plan import Plan

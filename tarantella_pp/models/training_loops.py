@@ -1,11 +1,20 @@
-"""`fit`, `evaluate` and `predict` as all ranks call them: each takes its rows, one prints."""
+"""`fit`, `evaluate` and `predict` as all ranks call them: each takes its rows, one prints.
+
+What a model's class puts around Keras' loops, and around `compile`, stays: a `fit` that prepares
+the data runs as it is, with the user's own model, and only what it calls is another loop::
+
+    PipelineModel.fit(strings) -> Task.fit(strings) -> keras.Model.fit(token ids)
+                                                       `- the pipeline's, of all ranks
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import keras
 
@@ -17,14 +26,60 @@ from tarantella_pp.callbacks.rank_rules import (
 )
 from tarantella_pp.internals.data import train_validation_split
 from tarantella_pp.internals.optimizers import settable_learning_rate
-from tarantella_pp.models.own_loops import surrounded
-from tarantella_pp.runtime.comm.collective import collective
+from tarantella_pp.runtime.comm.collective import collective, of_keras_fit
 from tarantella_pp.runtime.data_adapter import (
     GivenData,
+    data_made_of,
     shared_adapter,
     shared_adapters,
 )
 from tarantella_pp.runtime.engine import predict_function, step_function
+
+_METHODS = (
+    "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "compile",
+)  # fmt: skip
+_DATA = ("x", "y", "sample_weight", "validation_data", "class_weight")
+
+
+def surrounded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Has a method run within that of the wrapped model's class, if it has one."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def run(model: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = model._wrapped
+        own = getattr(type(plain), name)
+        if own is getattr(keras.Model, name) or of_keras_fit(kwargs):
+            return method(model, *args, **kwargs)
+        if name != "compile" and (args[0] if args else kwargs.get("x")) is None:
+            return method(model, *args, **kwargs)  # another rank reads the data
+        data = [args, {key: kwargs[key] for key in _DATA if key in kwargs}]
+        with _instead_of_keras(plain, model), data_made_of(data):
+            return own(plain, *args, **kwargs)
+
+    run.__wrapped__ = method  # type: ignore[attr-defined]
+    return run
+
+
+@contextlib.contextmanager
+def _instead_of_keras(plain: Any, model: Any) -> Iterator[None]:
+    """Lets what a model's class calls of Keras be of another model."""
+
+    def instead(name: str) -> Callable[..., Any]:
+        of_keras, ours = getattr(keras.Model, name), getattr(type(model), name).__wrapped__
+
+        @functools.wraps(of_keras)
+        def run(which: Any, *args: Any, **kwargs: Any) -> Any:
+            if which is plain:
+                return ours(model, *args, **kwargs)
+            return of_keras(which, *args, **kwargs)
+
+        return run
+
+    ours: dict[str, Any] = {name: instead(name) for name in _METHODS}
+    with mock.patch.multiple(keras.Model, **ours):
+        yield
+
 
 # It is put before classes of models, Functional or not.
 _AnyModel: Any = object

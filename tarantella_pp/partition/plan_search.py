@@ -23,7 +23,7 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import common_limit
 from tarantella_pp.partition.plan.plan_simulation import MOST_PLAYED, PlanSimulation, with_step
-from tarantella_pp.partition.plan.with_batch import ways_to_less_memory
+from tarantella_pp.partition.plan.stage_costs import ways_to_less_memory
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.schedule import BEFORE_SEARCH, SEARCHED, ScheduleSpec
 

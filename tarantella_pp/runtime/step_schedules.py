@@ -13,7 +13,7 @@ from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.partition.plan.plan_simulation import searched
-from tarantella_pp.partition.plan.with_batch import ways_to_less_memory, with_batch
+from tarantella_pp.partition.plan.stage_costs import ways_to_less_memory, with_batch
 from tarantella_pp.runtime.comm.machine import memory_of_each_rank
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -32,6 +34,7 @@ from tarantella_pp.partition.plan.peak_memory import (
     tie_bytes,
     update_bytes,
 )
+from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import (
     CutEdge,
     OutputUse,
@@ -237,3 +240,55 @@ class StageCostModel:
         received = (graph.tensors[t] for t in given)
         masks = sum(self.mask_bytes(one) for one in received if one.producer is not None)
         return inputs, size(inputs) + masks, size(kept - inputs) + inside
+
+
+# What grows with batches and messages.
+_GROWING = (
+    *("activation_bytes", "recomputed_bytes", "working_bytes", "buffer_bytes"),
+    "reduction_bytes",  # of the rows that are looked up in embeddings
+)
+
+
+def with_batch(
+    plan: Plan,
+    graph: LayerGraph,
+    batch_size: int,
+    outputs: OutputUse,
+    in_flight: Sequence[int] | None = None,
+) -> Plan:
+    """Returns a plan for another batch; with `in_flight` all forward passes come first.
+
+    What the rules say of the change comes on top of the plan's own figures, for these may be
+    measured. What stages hold is as planned, unless it is given.
+    """
+    longer = batch_size / plan.batch_size
+    gpipe = {} if in_flight is None else {"schedule": "gpipe", "schedule_text": None}
+    changed = msgspec.structs.replace(plan, batch_size=batch_size, outputs=outputs, **gpipe)
+    slots = [2 * weight.bytes * weight.trainable for weight in graph.weights]  # Adam's
+    before, now = (StageCostModel(graph, slots, p, outputs=p.outputs) for p in (plan, changed))
+    planned = [stage.in_flight for stage in plan.stages]
+    old_stages = before.stages(plan.assignment, planned, plan.repeats)
+    new_stages = now.stages(plan.assignment, in_flight or planned, changed.repeats)
+    stages = []
+    for stage, old, new in zip(plan.stages, old_stages, new_stages, strict=True):
+        more = {name: getattr(new, name) - getattr(old, name) for name in _GROWING}
+        sizes: dict[str, Any] = {
+            name: max(0, getattr(stage, name) + size) for name, size in more.items()
+        }
+        if stage.forward_seconds is not None and stage.backward_seconds is not None:  # measured
+            sizes["forward_seconds"] = longer * stage.forward_seconds
+            sizes["backward_seconds"] = longer * stage.backward_seconds
+        stages.append(msgspec.structs.replace(stage, in_flight=new.in_flight, **sizes))
+    return msgspec.structs.replace(changed, stages=tuple(stages), cuts=now.cuts(plan.assignment))
+
+
+def ways_to_less_memory(plan: Plan) -> str:
+    """Which options of a plan would take less memory."""
+    ways = ["smaller batches", "more stages"]
+    if plan.num_micro_batches < plan.batch_size:
+        ways.append("more micro-batches")
+    if len(plan.recompute) < plan.num_stages:
+        ways.append("recompute='all'")
+    if plan.num_replicas > 1 and not plan.shard_optimizer:
+        ways.append("shard_optimizer=True")
+    return f"Less is needed with {', '.join(ways[:-1])} or {ways[-1]}."

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.page import render_html
+from tarantella_pp.partition.plan.page import (
+    MOST_BOXES,
+    TITLE_CHARACTERS,
+    graph_drawing,
+    render_html,
+    shorten,
+)
 from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tests.helpers.pictured import (
     graphs,
@@ -126,3 +132,17 @@ def test_a_notebook_shows_the_page():
     (frame,) = [ElementTree.fromstring(plan._repr_html_())]
     assert frame.tag == "iframe"
     assert frame.get("srcdoc").split() == render_html(plan).split()
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs(names=st.text(min_size=1)), st.integers(1, 5))
+def test_all_operations_and_cuts_are_drawn(graph, stages):
+    plan = plan_of(graph, min(stages, len(graph.nodes)))
+    drawn = graph_drawing(plan)
+    boxes = [box for column in drawn["columns"] for box in column["boxes"]]
+    assert all(0 < len(box["title"]) <= TITLE_CHARACTERS for box in boxes)
+    if len(graph.nodes) <= MOST_BOXES:
+        assert len(boxes) == len(graph.nodes)
+    lines = sum(route["hover"].count(": stage ") for route in drawn["routes"])
+    assert lines >= len(plan.cuts)
+    assert shorten("abcdefghij", 7) == "ab…ghij"

@@ -14,12 +14,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tarantella_pp"
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-GROUND = ("errors", "dependencies")
+GROUND = ("errors", "dependencies", "files")
 """Files of no room, which every room may import."""
 MOST_FILES = 12
 WITHOUT_TENSORFLOW = ("schedule", "launch", "partition/graph", "partition/plan")
 READS_KERAS = (
-    "calls", "flops", "keras_reader", "layer_inside", "placeholders",
+    "calls", "flops", "keras_reader", "layer_inside", "optimizer_slots", "placeholders",
     "saved_activations", "traced_costs",
 )  # fmt: skip
 """Files in these rooms that read a Keras model, and are loaded for nothing else."""

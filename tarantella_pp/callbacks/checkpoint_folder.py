@@ -10,7 +10,6 @@ can outlive its host. A job notices, before it writes, what it has neither found
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
@@ -27,6 +26,7 @@ from tarantella_pp.callbacks.manifest import (
 )
 from tarantella_pp.callbacks.tensor_file import sha256_of
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
+from tarantella_pp.files import sync
 
 _NAME = re.compile(r"step-(\d{8,})")
 # What the name of one begins with that is being written, and of one that is being replaced.
@@ -103,17 +103,6 @@ def remove_old(directory: Path, keep: int, name: str, known: Collection[str]) ->
     for path in (*found[:first], *found[first + keep :]):
         if path.name in known:
             shutil.rmtree(path)
-
-
-def sync(path: Path) -> None:
-    """Waits until a file, or the names of the files in a folder, would outlive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        # Some file systems do not sync folders; a file that cannot be synced is an error.
-        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def damages(folder: Path, is_mine: Callable[[int], bool] = lambda number: True) -> Iterator[str]:

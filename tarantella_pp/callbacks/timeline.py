@@ -17,8 +17,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from tarantella_pp.callbacks.file_replacement import replace_file
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.files import replace_file
 from tarantella_pp.runtime.comm.machine import clock_offset
 from tarantella_pp.runtime.executor import (
     UPDATE,

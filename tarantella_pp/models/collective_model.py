@@ -11,8 +11,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from tarantella_pp.callbacks.file_replacement import replace_file
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.files import replace_file
 from tarantella_pp.internals.model_files import called_by_writer, twin_of
 from tarantella_pp.models.keras_file import KerasFile, read_state, read_weights, write_plain
 from tarantella_pp.models.model_validation import check_one_file, check_overwrite, path_of

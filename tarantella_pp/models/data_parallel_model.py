@@ -11,7 +11,6 @@ from typing import Any
 import keras
 
 from tarantella_pp.callbacks.checkpoint import Checkpoint
-from tarantella_pp.callbacks.file_replacement import replace_file
 from tarantella_pp.callbacks.rank_rules import listed
 from tarantella_pp.custom_steps.replica_steps import ReplicaSteps
 from tarantella_pp.errors import (
@@ -20,6 +19,7 @@ from tarantella_pp.errors import (
     checked_count,
     former_option,
 )
+from tarantella_pp.files import replace_file
 from tarantella_pp.internals.functional import (
     hides_its_graph,
     own_metrics,

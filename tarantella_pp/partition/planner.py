@@ -17,8 +17,8 @@ from tarantella_pp.partition.cut import best_cut
 from tarantella_pp.partition.graph.ideals import Blocks
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.graph.optimizer_slots import optimizer_name, optimizer_state_bytes
 from tarantella_pp.partition.node_link import NamedGraph
-from tarantella_pp.partition.optimizer_slots import optimizer_name, optimizer_state_bytes
 from tarantella_pp.partition.options import GIVEN, Settings
 from tarantella_pp.partition.plan.gradient_buckets import bucket_bytes, gradient_buckets
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork, node_work

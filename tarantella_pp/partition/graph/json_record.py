@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from pathlib import Path
 from typing import ClassVar, Self
 
 import msgspec
 
-from tarantella_pp.errors import ConfigurationError, PlanError, TarantellaError
+from tarantella_pp.errors import ConfigurationError, FileError, PlanError, TarantellaError
+from tarantella_pp.files import replace_file
 
 #: Files larger than this are refused before they are parsed.
 MAX_FILE_BYTES = 256 * 2**20
@@ -43,12 +42,9 @@ class JsonRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Writes a JSON file; one that is there is replaced in one step."""
         data = f"{self.to_json()}\n".encode()
         try:
-            _write(Path(os.path.realpath(path)), data)
-        except OSError as error:
-            raise ConfigurationError(
-                f"Cannot write the {self.noun} '{path}': {error.strerror or error}. "
-                "Name a file that can be written."
-            ) from error
+            replace_file(path, lambda draft: draft.write_bytes(data))
+        except FileError as error:
+            raise ConfigurationError(f"{error} Name a file that can be written.") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -67,21 +63,3 @@ def read(path: str | os.PathLike[str], noun: str) -> bytes:
             return file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise PlanError(f"Cannot read the {noun} '{path}': {error.strerror or error}") from error
-
-
-def _write(target: Path, data: bytes) -> None:
-    """Replaces a file by one with the mode that it has, or that the umask gives it."""
-    if target.exists() and not target.is_file():
-        # A pipe or a device is written to, not replaced; a folder is an error.
-        target.write_bytes(data)
-        return
-    partial = target.with_name(f".{secrets.token_hex(8)}.partial")
-    try:
-        with partial.open("xb") as file:
-            if target.exists():
-                shutil.copymode(target, partial)
-            file.write(data)
-        partial.replace(target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

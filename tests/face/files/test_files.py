@@ -13,7 +13,7 @@ import pytest
 from keras import layers
 
 import tarantella_pp as tnt
-from tarantella_pp.callbacks import file_replacement
+from tarantella_pp import files
 from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.helpers.files import contents, full_disk
@@ -97,7 +97,7 @@ def test_at_any_moment_the_old_files_or_the_new_ones_are_there(tmp_path, monkeyp
     large.set_weights(new)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", watched(os.replace))
-        patch.setattr(file_replacement, "sync", watched(file_replacement.sync))
+        patch.setattr(files, "sync", watched(files.sync))
         WRITERS[name](large, path)
     assert same(read(), new)
     # The file is on the disk before it has its name, and then its name is.

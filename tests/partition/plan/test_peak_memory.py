@@ -8,7 +8,7 @@ import pytest
 from keras import layers
 
 from tarantella_pp.partition.graph.keras_reader import extract
-from tarantella_pp.partition.optimizer_slots import optimizer_state_bytes
+from tarantella_pp.partition.graph.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.plan.peak_memory import (
     backward_bytes,
     message_bytes,

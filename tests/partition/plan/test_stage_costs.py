@@ -10,7 +10,7 @@ from keras import optimizers as opt
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.layer_graph import Weight
-from tarantella_pp.partition.optimizer_slots import optimizer_name, optimizer_state_bytes
+from tarantella_pp.partition.graph.optimizer_slots import optimizer_name, optimizer_state_bytes
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries
 from tests.helpers.plans import costs_of

@@ -33,7 +33,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
     divide it by the latter and use `op="sum"`.
 
     Rows of an embedding stay rows, for optimizers treat them one by one. If all ranks have read the
-    same rows, each of them once, these are positions: they add up.
+    same rows, each of them once, these are positions: they add up. If some are there several times
+    when a weight is first updated, nothing tells what they are, and that is refused.
 
     Args:
         optimizer: Any Keras optimizer, built or not. Its options see the averaged gradients:

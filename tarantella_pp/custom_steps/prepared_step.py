@@ -199,9 +199,7 @@ class PreparedStep:
         """Runs a training or a test step; all replicas must call it."""
         found, share = self._on_own(batch)
         values: list[Any] = list(self._values.finish(found, share))
-        everywhere = self._replicas.values_of_all(self._statistics.variables)
-        self._statistics.merge(everywhere, [each.count for each in batch.shares])
-        self._statistics.finish()
+        self._take_statistics(batch)
         for i, value in zip(self._trace.of_variables, self._read(), strict=True):
             values[i] = value.numpy()
         logs = [value if value.ndim else float(value) for value in values]
@@ -224,7 +222,19 @@ class PreparedStep:
         share = batch.share.counted_rows / batch.rows
         self._values.begin()
         tensors = [batch.inputs[i] for i in range(len(batch.inputs))]
-        return self._program.run(tensors, lambda *made: self._update(share, *made)), share
+
+        def update(number: int, tensors: list[tf.Tensor]) -> None:
+            if not self._statistics.waits:
+                self._take_statistics(batch)
+            self._update(share, number, tensors)
+
+        return self._program.run(tensors, update), share
+
+    def _take_statistics(self, batch: Batch) -> None:
+        """Brings moving averages up to date, as far as the step has come."""
+        everywhere = self._replicas.values_of_all(self._statistics.variables)
+        self._statistics.merge(everywhere, [each.count for each in batch.shares])
+        self._statistics.finish()
 
     def _update(self, share: float, number: int, tensors: Sequence[tf.Tensor]) -> None:
         """Makes an update by the gradients of the whole batch."""

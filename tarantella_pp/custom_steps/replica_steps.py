@@ -147,11 +147,19 @@ class ReplicaSteps:
         on_all_ranks(ranks, f"trace {what}", trace)
         run, tried = traces
         self._make_alike(run, statistics)
+        late = tried.read_late([update.place for update in tried.updates])
+        if late is not None:
+            raise UnsupportedModelError(
+                f"{what} reads '{late.path}' in the forward pass that has just changed it, but "
+                "replicas bring it up to date only where weights are updated. Read it before its "
+                "layer is called or after the update, or train in one process."
+            )
         found = on_one_rank(
             ranks, _TRIES, f"try {what}",
             lambda: found_kinds(tried, _given(batch), what, by_rows=name == "predict_step"),
         )  # fmt: skip
         kinds = StepKinds(*found)
+        statistics.waits = tried.read_late() is None
         return PreparedStep(run, tried.written, kinds, statistics, ranks, self._gradient_dtype)
 
     def _trace(self, name: str, batch: Batch, around: Any) -> StepTrace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from tarantella_pp.internals.training import updates_taken, variables_for
 from tarantella_pp.runtime.probes.linearity import following, nonlinear_write
 from tarantella_pp.runtime.stage.graph_functions import FlatGradients, frontier
 from tarantella_pp.runtime.stage.graph_split import has_effect
-from tarantella_pp.runtime.stage.side_effects import effects_of
+from tarantella_pp.runtime.stage.side_effects import effects_of, read_late
 from tarantella_pp.runtime.weights.slices import put_together
 
 # What is traced: given tensors of a batch, it returns logs or predictions.
@@ -62,6 +62,7 @@ class StepTrace:
         self._what = what
         self._around = around
         self._traced: Any = None
+        self._moments: Any = None  # of batch normalizations, if they are known
         self.updates: list[Update] = []  # calls of `apply`, in order
         self.results: Any = None  # in the structure that the step returns, tensors or `None`
         traced = tf.function(self._trace, input_signature=list(specs), autograph=False)
@@ -89,15 +90,22 @@ class StepTrace:
     def written(self) -> list[tf.Variable]:
         """The variables that the step itself writes, in the order of `variables`."""
         names = {effect.argument for effect in self._effects}
-        handles = {id(outer) for outer, inner in self.graph.captures if inner.op.name in names}
-        return [variable for variable in self.variables if id(variable.handle) in handles]
+        return [variable for variable in self.variables if self._name(variable) in names]
 
     @functools.cached_property
     def variables(self) -> list[tf.Variable]:
         """All variables that the step reads or writes, in the same order on all ranks."""
         known = {id(variable.handle): variable for variable in self.graph.variables}  # of a set
-        handles = (id(outer) for outer, _ in self.graph.captures)
-        return [known[handle] for handle in handles if handle in known]
+        return [known[handle] for handle in self._captured if handle in known]
+
+    @functools.cached_property
+    def _captured(self) -> dict[int, str]:
+        """Names of the placeholders of what the graph captures, by `id`."""
+        return {id(outer): inner.op.name for outer, inner in self.graph.captures}
+
+    def _name(self, variable: Any) -> str:
+        """The name of the placeholder of a variable in the graph; none if it is not there."""
+        return self._captured.get(id(variable.handle), "")
 
     @functools.cached_property
     def of_samples(self) -> set[Any]:
@@ -106,12 +114,10 @@ class StepTrace:
 
     def written_with(self, variable: tf.Variable) -> tuple[bool, bool]:
         """Whether a variable is written with what follows from samples, and not linearly."""
-        own = [inner.op for outer, inner in self.graph.captures if outer is variable.handle]
-        names = {op.name for op in own}
-        writes = {effect.operation for effect in self._effects if effect.argument in names}
-        operations = map(self.graph.get_operation_by_name, writes)
-        bends = any(nonlinear_write(op, self.of_samples) for op in operations)
-        return not self.of_samples.isdisjoint(own), bends
+        name, operation = self._name(variable), self.graph.get_operation_by_name
+        writes = {effect.operation for effect in self._effects if effect.argument == name}
+        bends = any(nonlinear_write(operation(write), self.of_samples) for write in writes)
+        return operation(name) in self.of_samples, bends
 
     @functools.cached_property
     def of_variables(self) -> list[int]:
@@ -131,18 +137,37 @@ class StepTrace:
 
     def _last_writes(self, places: dict[tf.Operation, int]) -> dict[str, int]:
         """How many operations there were when each captured variable had been written last."""
-        names = {id(outer): inner.op.name for outer, inner in self.graph.captures}
         by_name = {op.name: place for op, place in places.items()}
         writes = [(effect.argument, by_name[effect.operation] + 1) for effect in self._effects]
         for update in self.updates:
             for variable in [*update.variables, *update.optimizer.variables]:
                 own = variable.value if isinstance(variable, keras.Variable) else variable
-                writes.append((names.get(id(own.handle)), update.place))
+                writes.append((self._name(own), update.place))
         ends: dict[str, int] = {}
         for name, place in writes:
-            if name is not None:
+            if name:
                 ends[name] = max(place, ends.get(name, 0))
         return ends
+
+    def read_late(self, bounds: Container[int] = ()) -> Any | None:
+        """A moving average that something follows from once the step has written it.
+
+        `bounds` are places in the step at which all of them are brought up to date.
+        """
+        moments = self._moments or ()
+        own = {self._name(average.value) for average, _ in moments} - {""}
+        stops = {tensor.ref() for _, tensor in moments}
+        results = [t for i, t in enumerate(self.outputs) if i not in self.of_variables]
+        results += [tensor for update in self.updates for tensor in update.gradients.tensors]
+        for effect in self._effects if moments else ():
+            given = self.graph.get_operation_by_name(effect.operation).inputs
+            if effect.argument in own:
+                # A normalization reads what it writes itself, in the same way as it is merged.
+                _, above = frontier(given[1:], lambda tensor: tensor.ref() in stops)
+                if {op.name for op in above}.isdisjoint(own - {effect.argument}):
+                    continue
+            results += given
+        return read_late(self.function, moments, results, bounds)
 
     def results_with(self, values: Sequence[Any]) -> Any:
         """The results with other values in the places of `outputs`."""
@@ -164,7 +189,7 @@ class StepTrace:
     def _trace(self, *tensors: tf.Tensor) -> None:
         self.updates = []
         self._traced = tf.compat.v1.get_default_graph()
-        with self._around(), updates_taken(self._take):
+        with self._around() as self._moments, updates_taken(self._take):
             results = self._step(*tensors)
         self.results = keras.tree.map_structure(
             lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), results

@@ -148,20 +148,6 @@ def _batch_norms(layer: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def moving_statistics(layer: Any) -> Iterator[None]:
-    """Has batch normalizations use their moving statistics in training, too."""
-    changed = [part for part in _batch_norms(layer) if part.trainable]
-    try:
-        for part in changed:
-            # The public property would change the layer's variables, too.
-            part._trainable = False
-        yield
-    finally:
-        for part in changed:
-            part._trainable = True
-
-
-@contextlib.contextmanager
 def _moments(norms: Iterable[Any], instead: Callable[[Any, Any, Any, Any], Any]) -> Iterator[None]:
     """Has `instead` say what batch normalizations find, of what they would find themselves."""
 
@@ -203,14 +189,23 @@ def reported_moments(layer: Any, report: Callable[..., bool]) -> Iterator[None]:
             part.momentum = momentum
 
 
-def moments_known(layer: Any) -> contextlib.AbstractContextManager[None]:
-    """Has batch normalizations take their moving averages for what they find in training."""
+@contextlib.contextmanager
+def moments_known(layer: Any) -> Iterator[list[tuple[Any, Any]]]:
+    """Has batch normalizations take their moving averages for what they find in training.
+
+    It gives the list of these, each with the tensor that is taken.
+    """
+    taken: list[tuple[Any, Any]] = []
 
     def known(part: Any, inputs: Any, mask: Any, found: Any) -> Any:
-        pairs = zip((part.moving_mean, part.moving_variance), found, strict=True)
-        return tuple(tf.reshape(tf.cast(a.value, f.dtype), tf.shape(f)) for a, f in pairs)
+        averages = part.moving_mean, part.moving_variance
+        pairs = zip(averages, found, strict=True)
+        moments = [tf.reshape(tf.cast(a.value, f.dtype), tf.shape(f)) for a, f in pairs]
+        taken.extend(zip(averages, moments, strict=True))
+        return moments
 
-    return _moments(_batch_norms(layer), known)
+    with _moments(_batch_norms(layer), known):
+        yield taken
 
 
 def standardize_inputs(model: Any, x: Any) -> list[Any]:

@@ -112,7 +112,8 @@ class Compilation:
         outputs = unpacked(extracted.outputs_struct)
         self.loss_per_sample = bool(build_metrics(model, y, outputs, weight))
         self.coupling, kinds = loss_kinds(compiled_loss(model), extracted, y)
-        refuse_weights_reached(model, y, outputs, weight)
+        given = y, outputs, weight
+        refuse_weights_reached(model, extracted, weights.table, last_rank, given)
         self.metrics: BatchMetrics | None = None
         self.loss: BatchLoss | None = None
         ranks = weights.groups.pipeline

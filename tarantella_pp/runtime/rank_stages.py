@@ -64,6 +64,9 @@ class RankStages(dict[int, Stage]):
         self.exchange = ReplicaExchange(groups.peers)
         # One stage, one process and one micro-batch: plain Keras, where anything goes.
         self._is_plain = groups.world.size == 1 and len(self.boundaries) == 1
+        for module in self.modules.values():
+            parts = plan.num_micro_batches * plan.num_replicas
+            module.statistics.waits = parts > 1 or not self._is_plain
         self.probes = {
             i: StageProbe(
                 module,

@@ -75,10 +75,12 @@ def test_batch_statistics_can_be_left_out_of_training():
     norm = layers.BatchNormalization()
     norm.build((None, 3))
     x = np.arange(6, dtype="float32").reshape(2, 3)
-    with training.moving_statistics(norm):
+    with training.moments_known(norm) as taken:
         frozen = norm(x, training=True)
-    np.testing.assert_allclose(frozen, norm(x, training=False), err_msg="_trainable")
-    assert norm.trainable
+    np.testing.assert_allclose(frozen, norm(x, training=False), err_msg="_moments")
+    assert [average for average, _ in taken] == [norm.moving_mean, norm.moving_variance]
+    assert all((np.asarray(average) == moment).all() for average, moment in taken)
+    assert "_moments" not in vars(norm)
     assert len(norm.trainable_variables) == 2
     assert np.abs(norm(x, training=True) - frozen).max() > 0.1
 

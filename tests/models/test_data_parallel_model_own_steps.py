@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import keras
 import numpy as np
@@ -19,15 +20,30 @@ pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
 
 class Normalized(Regression):
-    """Its first layer takes statistics of the data, which are exact; draws random numbers."""
+    """Its first layer takes statistics of the data, which are exact; draws random numbers.
+
+    After each update it averages these statistics once more, as a mean teacher does.
+    """
 
     def __init__(self, **options):
         super().__init__(**options)
         self.norm = keras.layers.BatchNormalization()
         self.drop = keras.layers.Dropout(0.3, seed=1)
+        self.averaged = self.add_weight((X.shape[1],), "zeros", trainable=False, name="averaged")
 
     def call(self, x, training=False):
         return super().call(self.drop(self.norm(x, training=training), training=training))
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.averaged.assign(0.9 * self.averaged + 0.1 * self.norm.moving_mean)
+        return logs
+
+
+class Late(Normalized):
+    def loss_of(self, x, y):
+        loss, predicted = super().loss_of(x, y)
+        return loss + keras.ops.sum(self.norm.moving_mean), predicted
 
 
 class Contrasts(Regression):
@@ -90,7 +106,7 @@ def normalized(wrap):
     model = wrap(Normalized())
     model.compile(keras.optimizers.SGD(0.01))
     model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
-    averages = [model.norm.moving_mean, model.norm.moving_variance]
+    averages = [model.norm.moving_mean, model.norm.moving_variance, model.averaged]
     return [np.array(v).tolist() for v in averages], model
 
 
@@ -100,8 +116,11 @@ def refused(wrap):
     model.compile("sgd")
     model(X[:1])
     before = model.get_weights()
+    late = wrap(Late())
+    late.compile("sgd")
     found = []
     for run in (
+        lambda: late.fit(X, Y, verbose=0),
         lambda: model.fit(X, Y, verbose=0),
         lambda: model.fit(X, Y, verbose=0, callbacks=keras.callbacks.BackupAndRestore("b")),
     ):
@@ -141,7 +160,8 @@ def train(folder):
 def test_ranks_train_as_one_process(tmp_path):
     results = mpi_run(3, train, str(tmp_path), timeout=300).check().results
     for result in results:  # the rank that has tried says it in other words
-        gradients, backup = result.pop("refused")
+        late, gradients, backup = result.pop("refused")
+        assert re.search("Late.train_step reads '.*moving_mean' in the forward pass", late)
         assert "gradients that Contrasts.train_step applies" in gradients
         assert "BackupAndRestore keeps the state of a pipeline" in backup
     assert all(result == results[0] for result in results)

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from tarantella_pp.internals.training import body_of, moving_statistics
+from tarantella_pp.internals.training import body_of, moments_known
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.probes.linearity import (
     following,
@@ -43,6 +43,7 @@ from tarantella_pp.runtime.stage.graph_functions import (
     unoptimized,
 )
 from tarantella_pp.runtime.stage.graph_split import has_effect
+from tarantella_pp.runtime.stage.side_effects import read_late
 from tarantella_pp.runtime.stage.stage_module import StageModule
 
 Array = NDArray[Any]
@@ -98,6 +99,7 @@ class ProbeTrace:
         self._seeds: list[tf.Tensor] = []
         self._raw: list[tf.Tensor] = []  # their gradients, or the values of the slices of these
         self._lookups: dict[int, list[tf.Tensor]] = {}  # the indices of each, of sparse gradients
+        self._moments: list[tuple[Any, tf.Tensor]] = []  # of batch normalizations
         self._probes: dict[float, PartsProbe] = {}
         self.added_by: tuple[str, ...] = ()  # the layer that adds each added loss
         self.cut_off: list[Call] = []  # whose gradient would be lost between stages
@@ -267,6 +269,11 @@ class ProbeTrace:
         outputs, added, given, *_ = self._parts
         return _read([*outputs, *added, *given, *self._raw], self._handles([variable]))
 
+    def read_late(self) -> Any | None:
+        """A moving average that results follow from once the stage has written it."""
+        outputs, added, given, *_ = self._parts
+        return read_late(self.function, self._moments, [*outputs, *added, *given, *self._raw])
+
     def _handles(self, variables: Sequence[tf.Variable]) -> set[Any]:
         outside = {id(variable.handle) for variable in variables}
         captures = self.function.graph.captures
@@ -285,8 +292,8 @@ class ProbeTrace:
         layer.observe = self._observe
         real = samples_back(inputs, boundary.axes_of(port.tensor for port in boundary.inputs))
         try:
-            with moving_statistics(layer):
-                results, added = module.run(real, self._training)
+            with moments_known(layer) as self._moments:
+                results, added = module.run(real, self._training, tried=True)
         finally:
             layer.observe = None
         outputs = samples_first(results, boundary.axes_of(port.tensor for port in boundary.outputs))

@@ -79,6 +79,7 @@ class StageProbe:
             )
         if training:
             self._refuse_lost(trace)
+            self._find_late(trace, num_micro_batches)
         if num_micro_batches > 1:
             samples = self._enough(rows, first, following())
             self._refuse_sizes(trace, training, rows, first)
@@ -123,6 +124,20 @@ class StageProbe:
                     "layer is in another stage: a Lambda or a layer reads it past that layer, so "
                     f"its {lost} would be lost. {instead}"
                 )
+
+    def _find_late(self, trace: ProbeTrace, num_micro_batches: int) -> None:
+        """Has what reads new moving averages get them, which one micro-batch alone can."""
+        found = trace.read_late()
+        if found is None:
+            return
+        if num_micro_batches > 1:
+            raise UnsupportedModelError(
+                f"'{found.path}' is read in the forward pass that has just changed it, but takes "
+                f"in the whole batch, after all num_micro_batches={num_micro_batches} "
+                "micro-batches. Read it before its layer is called, or use num_micro_batches=1 "
+                "and num_replicas=1."
+            )
+        self._module.statistics.waits = False
 
     def _refuse_coupled(
         self, trace: ProbeTrace, training: bool, samples: Samples, rows: int

@@ -19,25 +19,43 @@ from tarantella_pp.internals.training import (
     made_by_keras,
     second_loss,
 )
+from tarantella_pp.partition.graph.keras_reader import ExtractedModel
+from tarantella_pp.runtime.weights.rank_weights import VariableTable
 
 
-def refuse_weights_reached(model: Any, y: Any, y_pred: Any, sample_weight: Any) -> None:
-    """Refuses functions of a compiled model that read trained weights past what they are given."""
-    weights, given = model.trainable_variables, (y, y_pred, sample_weight)
+def refuse_weights_reached(
+    model: Any, extracted: ExtractedModel, table: VariableTable, last_rank: int, given: Any
+) -> None:
+    """Refuses functions of a compiled model that read weights past what they are given.
+
+    What is trained or written is another one meanwhile, and what other ranks have is not there.
+    """
+    pairs = zip(extracted.variables, extracted.graph.weights, strict=True)
+    changing = {id(variable) for variable, facts in pairs if facts.stateful}
+    changing |= {id(weight) for weight in model.trainable_variables}
+
+    def others(rank: int, own: Any = None) -> list[Any]:
+        return [
+            row.variable
+            for row in table.rows
+            if id(row.variable) in changing or (row.ranks and rank not in row.ranks)
+            if row.variable is not own
+        ]
+
     loss, metrics = compiled_loss(model), compiled_metrics(model)
     if loss is not None:
         advice = "Add what follows from weights with `add_loss`, in a layer that has them."
-        _refuse("The loss", weights, second_loss(loss), given, advice)
+        _refuse("The loss", others(last_rank), second_loss(loss), given, advice)
     if metrics is not None and not all(map(made_by_keras, metrics.metrics)):
         advice = "Report what follows from weights in a callback, after `get_weights()`."
-        _refuse("A metric", weights, metrics.update_state, given, advice)
+        _refuse("A metric", others(last_rank), metrics.update_state, given, advice)
     advice = "Add what follows from both with `add_loss`, in a layer that has both."
-    for weight in weights:
+    for weight in model.trainable_variables:
         regularizer = weight.regularizer
         if regularizer is not None and not made_by_keras(regularizer):
-            others = [other for other in weights if other is not weight]
             own = keras.KerasTensor(tuple(weight.shape), weight.dtype)
-            _refuse(f"The regularizer of '{weight.path}'", others, regularizer, (own,), advice)
+            what = f"The regularizer of '{weight.path}'"
+            _refuse(what, others(table[weight].owner, weight), regularizer, (own,), advice)
 
 
 def _refuse(

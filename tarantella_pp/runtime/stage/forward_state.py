@@ -31,10 +31,11 @@ class BatchStatistics:
     normalization: Kim et al., 2020).
 
     Layers that take in their statistics in another way are left as they are: with `renorm=True`,
-    and inside of loops.
+    and inside of loops. So are all where something reads the new averages, of the one micro-batch.
     """
 
     def __init__(self) -> None:
+        self.waits = True  # for the end of the step
         self._seen: dict[tuple[int, int], tf.Variable] = {}
         self._layers: list[Any] = []
         self._update: Any = None  # compiled once it is known what has been seen
@@ -47,7 +48,7 @@ class BatchStatistics:
 
         def add(part: Any, count: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor) -> bool:
             # Inside of a loop or a branch: the sums would have to leave its graph.
-            if tf.compat.v1.get_default_graph() is not graph:
+            if not self.waits or tf.compat.v1.get_default_graph() is not graph:
                 return False
             key = id(part), calls[id(part)]
             calls[id(part)] += 1
@@ -106,7 +107,8 @@ class BatchStatistics:
             variance = tf.math.divide_no_nan(squares, count)
             for average, value in ((part.moving_mean, mean), (part.moving_variance, variance)):
                 old = tf.cast(average.value, value.dtype)
-                average.assign(old * part.momentum + value * (1.0 - part.momentum))
+                new = old * part.momentum + value * (1.0 - part.momentum)
+                average.assign(tf.where(count > 0, new, old))
             seen.assign(tf.zeros_like(seen))
 
 

@@ -7,12 +7,14 @@ of batches and metrics goes from one run to the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.internals.training import global_seed, running_states
+from tarantella_pp.runtime.stage.graph_functions import frontier
 
 _WRITES = ("Assign", "ResourceScatter", "ResourceApply", "ResourceStridedSliceAssign", "Rng")
 # Operations that call functions with all inputs but the first.
@@ -62,6 +64,34 @@ def effects_of(definition: Any) -> Iterator[Effect]:
     """Finds the effects of a graph, those in its loops and branches among them."""
     library = {function.signature.name: function for function in definition.library.function}
     yield from _scan(definition.node, library)
+
+
+def read_late(
+    function: Any,
+    moments: Sequence[tuple[Any, Any]],
+    results: Sequence[Any],
+    bounds: Container[int] = (),
+) -> Any | None:
+    """A moving average that results follow from, but by what is taken, once it has been written.
+
+    `bounds` are places in the graph where all begins anew.
+    """
+    own = {id(average.value.handle): average for average, _ in moments}
+    captures = ((inner.op.name, own.get(id(outer))) for outer, inner in function.graph.captures)
+    named = {name: average for name, average in captures if average is not None}
+    writes: defaultdict[str, set[str]] = defaultdict(set)  # what each operation writes
+    for effect in effects_of(function.graph.as_graph_def()) if named else ():
+        writes[effect.operation] |= {effect.argument or ""} & named.keys()
+    stops = {tensor.ref() for _, tensor in moments}
+    _, above = frontier(results, lambda tensor: tensor.ref() in stops)
+    before: set[str] = set()
+    for place, op in enumerate(function.graph.get_operations() if writes else ()):
+        if place in bounds:
+            before.clear()
+        for name in before & {tensor.op.name for tensor in op.inputs} if op in above else ():
+            return named[name]
+        before |= writes.get(op.name, set())
+    return None
 
 
 def _scan(nodes: Iterable[Any], library: Mapping[str, Any]) -> Iterator[Effect]:

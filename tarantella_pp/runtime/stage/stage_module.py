@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -125,9 +126,12 @@ class StageModule:
         """TensorFlow's variables of the trainable weights, to differentiate by."""
         return [weight.value for weight in self.accumulator.weights]
 
-    def run(self, inputs: Sequence[tf.Tensor], training: bool) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def run(
+        self, inputs: Sequence[tf.Tensor], training: bool, tried: bool = False
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Runs the nodes on one micro-batch."""
-        with self.statistics.gathered(self.layer):
+        gathers = contextlib.nullcontext() if tried else self.statistics.gathered(self.layer)
+        with gathers:
             told = None if self.layer.knows_no_training else training
             outputs, losses = self.layer(inputs, training=told)
         dtype = keras.config.floatx()

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.partition.plan.gradient_buckets import fusion_threshold_of
 from tarantella_pp.runtime.comm.buffers import ALIGNMENT, empty
 from tarantella_pp.runtime.comm.collectives import (
@@ -84,6 +85,7 @@ class GradientReduction:
         self.communicator = communicator
         self._sent_as = sent_as
         self._guesses = guesses  # that rows at the same places on all replicas are fixed
+        self._chosen: set[int] = set()  # weights whose rows samples choose
         self._open: dict[Hashable, CollectiveRequest[Gradients]] = {}
         self._buckets: dict[Hashable, _Bucket] = {}
         tag = 0
@@ -219,7 +221,7 @@ class GradientReduction:
         indices = np.concatenate([np.zeros(0, np.int64), *each])
         fixed = indices >= shape[0]
         own = [some[some >= shape[0]] for some in each]
-        if self._guesses and not fixed.any() and each and 1 < each[0].size == len({*each[0]}):
+        if self._guesses and not fixed.any() and self._are_positions(weight, each):
             own, fixed = list(each), np.ones_like(fixed)
         # Replicas that read data of their own may have read sequences of other lengths.
         if fixed.any() and np.array_equal(np.tile(own[0], len(own)), indices[fixed]):
@@ -227,6 +229,21 @@ class GradientReduction:
             rows = tf.concat([tf.boolean_mask(rows, ~fixed), added], 0)
             indices = np.concatenate([indices[~fixed], own[0]])
         return unmarked(tf.IndexedSlices(rows, to_tensor(indices), tf.constant(shape)))
+
+    def _are_positions(self, weight: Any, each: Sequence[_Array]) -> bool:
+        """Whether all ranks have read the same rows, each of them once."""
+        alike = bool(each) and each[0].size > 1 and all(np.array_equal(each[0], x) for x in each)
+        if not alike or id(weight) in self._chosen:
+            self._chosen.add(id(weight))
+        elif len({*each[0]}) < each[0].size:
+            name = getattr(weight, "path", weight.name)
+            raise UnsupportedModelError(
+                f"All ranks have read the same rows of '{name}', some of them several times. If "
+                "samples choose them, they count for each rank, and if all samples have the same, "
+                "as with relative positions, once: gradients do not tell. Read each row once, and "
+                "take what is needed from the result; or train with tnt.Model."
+            )
+        return alike and len({*each[0]}) == each[0].size
 
 
 def in_buckets(

@@ -575,6 +575,26 @@ def test_moving_averages_of_another_stage_are_refused_and_frozen_weights_at_hand
     assert distance(*found) < 1e-10
 
 
+class Centred(layers.Layer):
+    """Reads the moving averages that its batch normalization has just changed."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = layers.BatchNormalization(momentum=0.5, name="norm")
+
+    def call(self, x, training=None):
+        return self.norm(x, training=training) - self.norm.moving_mean
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.filterwarnings("ignore:.*batch:UserWarning")
+def test_new_moving_averages_are_read_in_one_micro_batch_and_else_refused_by_name(stages):
+    models = compiled(between(Centred())), piped(between(Centred()), 1, stages)
+    assert distance(*map(trained, models)) < 1e-13
+    with pytest.raises(UnsupportedModelError, match=r"norm/moving_mean' is read .* just"):
+        piped(between(Centred()), 3, stages).train_on_batch(X, Y)
+
+
 class Near(keras.regularizers.Regularizer):
     """Draws a weight to that of another layer."""
 
@@ -582,23 +602,25 @@ class Near(keras.regularizers.Regularizer):
         self.other = other
 
     def __call__(self, weight):
-        return ops.sum(ops.square(weight - self.other.kernel))
+        return ops.sum(ops.square(weight - self.other))
 
 
+@pytest.mark.parametrize("name", ["before/kernel", "norm/moving_mean"])
 @pytest.mark.parametrize("what", ["loss", "metric", "regularizer"])
-def test_functions_that_read_weights_past_what_they_are_given_are_refused_by_name(what):
-    model = between()
-    first, last = model.layers[1], model.layers[-1]
+@pytest.mark.filterwarnings("ignore:.*batch:UserWarning")
+def test_functions_that_read_weights_past_what_they_are_given_are_refused_by_name(what, name):
+    model = between(layers.BatchNormalization(name="norm"))
+    weight, last = next(w for w in model.weights if w.path == name), model.layers[-1]
 
     def reading(y, y_pred):
-        return ops.mean(ops.square(y - y_pred), -1) + ops.sum(ops.square(first.kernel))
+        return ops.mean(ops.square(y - y_pred), -1) + ops.sum(ops.square(weight))
 
     if what == "regularizer":
-        last.kernel_regularizer = last.kernel.regularizer = Near(first)
+        last.kernel_regularizer = last.kernel.regularizer = Near(weight)
     model = PipelineModel(model, 1, num_micro_batches=3)
     metrics = [reading] if what == "metric" else None
     model.compile(sgd(), reading if what == "loss" else "mse", metrics=metrics)
-    with pytest.raises(UnsupportedModelError, match=f"(?i){what}.* reads weight 'before/kernel'"):
+    with pytest.raises(UnsupportedModelError, match=f"(?i){what}.* reads weight '{name}'"):
         model.train_on_batch(X, Y)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime.comm.collectives import LARGEST_IN_ONE_ROUND
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction
@@ -151,14 +152,22 @@ def slices_at_the_same_places_are_added_up(ranks: Communicator) -> None:
 
 @case
 def the_same_rows_on_all_ranks_are_positions_if_each_is_there_once(ranks: Communicator) -> None:
-    reduction = GradientReduction(ranks, {0: [weight("table")]}, guesses=True)
-    for places, copies in (([4, 2], 1), ([3, 3], ranks.size), ([5], ranks.size)):
+    reductions = [GradientReduction(ranks, {0: [weight("table")]}, guesses=True) for _ in range(2)]
+
+    def reduced(reduction: GradientReduction, places: list[int]) -> tf.IndexedSlices:
         values = tf.fill([len(places), 4], 1.0 + ranks.rank)
         reduction.start(0, [tf.IndexedSlices(values, tf.constant(places), tf.constant([50, 4]))])
-        found = reduction.finish(0)[0]
-        np.testing.assert_array_equal(found.indices, places * copies)
+        return reduction.finish(0)[0]
+
+    chosen, alike = [3, ranks.rank], [3, 3]
+    for places, copies in ((chosen, None), ([4, 2], 1), (alike, ranks.size), ([5], ranks.size)):
+        found = reduced(reductions[0], places)
+        if copies:
+            np.testing.assert_array_equal(found.indices, places * copies)
         whole = len(places) * 4 * sum(1 + rank for rank in range(ranks.size))
         assert tf.reduce_sum(found.values) == whole
+    with pytest.raises(UnsupportedModelError, match=r"same rows of 'table.*several times"):
+        reduced(reductions[1], alike)
 
 
 @case

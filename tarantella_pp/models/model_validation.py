@@ -21,7 +21,10 @@ from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.weights.remote_variables import is_stale
 
-_OWN_STEPS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
+_OWN_STEPS = (
+    *("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"),
+    *("metrics", "get_metrics_result"),
+)
 # Layers that a warning names; models have hundreds of one kind.
 _NAMED = 3
 

@@ -104,7 +104,15 @@ def test_models(build, message):
 
 @pytest.mark.parametrize(
     "name",
-    ["train_step", "test_step", "predict_step", "compute_loss", "compute_metrics", "call"],
+    [
+        "train_step",
+        "test_step",
+        "predict_step",
+        "compute_loss",
+        "compute_metrics",
+        "metrics",
+        "call",
+    ],
 )
 def test_subclasses_with_steps_of_their_own(name):
     kind = type("Own", (PipelineModel,), {name: lambda self, *args, **kwargs: {"loss": 0.0}})

@@ -46,7 +46,7 @@ from tarantella_pp.partition.graph.layer_inside import (
 )
 from tarantella_pp.partition.graph.placeholders import (
     Probe,
-    made_shapes,
+    made_specs,
     mask_flow,
     probe_call,
     probe_of,
@@ -252,18 +252,20 @@ class _Reader:
         name = self._unique_name(path)
         free = {key: self._symbolic(t) for key, t in bindings.items()}
         args, kwargs = node.arguments.fill_in(free)
-        shapes = _shapes(node, free)
+        shapes, dtypes = zip(*_specs(node, free), strict=True)
         seen = None if inside is None else inside.results()
         if inside is not None and seen is not None and len(seen) == len(shapes):
             probes = [tensor.probe for tensor in seen]
             masks = tuple(tensor.mask_shape for tensor in seen)
+            dtypes = tuple(tensor.dtype for tensor in seen)
             self._unmasked.update(bindings[key] for key in inside.unmasked)
         else:
             known = {key: (self._probes[t], self.tensors[t].dtype) for key, t in bindings.items()}
-            probes = probe_call(node, known, shapes)
+            probes = probe_call(node, known, list(shapes))
             flow = mask_flow(node.operation, args, dict(kwargs), len(shapes))
             self._unmasked.update(bindings[key] for key, t in free.items() if id(t) in flow.removed)
             masks = flow.outputs
+            dtypes = flow.dtypes if len(flow.dtypes) == len(dtypes) else dtypes
         outputs = []
         sampled = any(self.tensors[t].shape[:1] == (None,) for t in bindings.values())
         for i, (tensor, said) in enumerate(zip(node.outputs, shapes, strict=True)):
@@ -271,7 +273,7 @@ class _Reader:
             shape = (None, *said[1:]) if any_number else said
             label = name if len(shapes) == 1 else f"{name}[{i}]"
             _check_result(tensor, node, label)
-            made = self.add_tensor(label, shape, tensor.dtype, probes[i], masks[i])
+            made = self.add_tensor(label, shape, dtypes[i], probes[i], masks[i])
             outputs.append(made)
             env[id(tensor)] = made
         variables = tuple(states_of(node.operation, node.arguments))
@@ -392,16 +394,17 @@ class Rest(keras.Operation):
     """What a layer computes besides the calls of those in it."""
 
 
-def _shapes(node: Any, free: dict[int, Any]) -> list[Shape]:
-    """Returns the shapes that a call makes from these tensors.
+def _specs(node: Any, free: dict[int, Any]) -> list[tuple[Shape, str]]:
+    """Returns the shapes and dtypes that a call makes from these tensors.
 
-    They differ from those in the node where a nested model is called on other shapes than those
-    it was built with. Of a nested model that stays closed Keras only guesses them.
+    They differ from those in the node where a nested model is called on others than those it was
+    built with. Of a nested model that stays closed Keras only guesses them.
     """
-    same = all(tuple(t.shape) == tuple(free[id(t)].shape) for t in node.input_tensors)
+    pairs = [(t, free[id(t)]) for t in node.input_tensors]
+    same = all((*t.shape, t.dtype) == (*given.shape, given.dtype) for t, given in pairs)
     if same and network_of(node.operation) is None:
-        return [tuple(tensor.shape) for tensor in node.outputs]
-    return made_shapes(node, free)
+        return [(tuple(tensor.shape), tensor.dtype) for tensor in node.outputs]
+    return made_specs(node, free)
 
 
 def _opened_inputs(node: Any, given: list[Tensor]) -> list[Any] | None:

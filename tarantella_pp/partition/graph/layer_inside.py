@@ -40,14 +40,12 @@ from tarantella_pp.internals.layer_calls import (
     repeats_itself,
 )
 from tarantella_pp.internals.state import only_traced
-from tarantella_pp.partition.graph.placeholders import SAMPLES, Probe, symbolic
+from tarantella_pp.partition.graph.placeholders import SAMPLES, SIZES, Probe, symbolic
 from tarantella_pp.partition.graph.traced_costs import NodeCost, Priced, memory_of
 from tarantella_pp.partition.graph.units import Shape
 
 # Where a call is: which of the calls in the layer, which of the calls in that one, and so on.
 Path = tuple[int, ...]
-# Sizes that unknown dimensions are tried with; layers have limits.
-_SIZES = (256, 64, 16, 8, 4)
 
 
 def is_composite(operation: Any) -> bool:
@@ -427,7 +425,7 @@ class LayerInside:
         self._flags = flags
         self._given = given
         self._open = any(None in tensor.shape[1:] for tensor in given.values())
-        self._size = _SIZES[0]
+        self._size = SIZES[0]
         self.why_whole: dict[str, str] = {}  # by name of the layer
         self._trace = self._sized()
         self._priced: Any = None
@@ -436,7 +434,7 @@ class LayerInside:
 
     def _sized(self) -> LayerTrace | None:
         """Traces the call with sizes that it can have, in training."""
-        for size in _SIZES[: None if self._open else 1]:
+        for size in SIZES[: None if self._open else 1]:
             self._size = size
             try:
                 trace = self._traced(0, self._flags[0])

@@ -36,6 +36,7 @@ class MaskFlow:
     # Shape of the mask on each of its results; `None` for no mask
     outputs: tuple[Shape | None, ...]
     removed: frozenset[int] = frozenset()  # `id` of the symbolic arguments whose masks it deletes
+    dtypes: tuple[str, ...] = ()  # of its results, where it was run: it may say others
 
 
 def symbolic(shape: Shape, dtype: str, mask_shape: Shape | None = None) -> Any:
@@ -111,17 +112,20 @@ def _observed(operation: Any, args: Any, kwargs: dict[str, Any], tensors: list[A
         seen["left"] = [get_mask(value) is not None for value in values]
         return result
 
-    compute_output_spec(run, args, kwargs, masks)
+    made = compute_output_spec(run, args, kwargs, masks)
     left = zip(tensors, masks, seen["left"], strict=True)
     return MaskFlow(
         seen["outputs"],
         frozenset(id(t) for t, mask, stays in left if mask is not None and not stays),
+        tuple(spec.dtype for spec in tree.flatten(made)),
     )
 
 
 # Dimensions that differ hold samples. Neither number is 1, which broadcasting would hide, and
 # neither divides the other, so that samples merged with windows are not taken for samples alone.
 SAMPLES = (4, 6)
+# Sizes that unknown dimensions are tried with; layers have limits.
+SIZES = (256, 64, 16, 8, 4)
 # The shapes of a tensor for 4 and for 6 samples; `None` where they are unknown.
 Probe = tuple[Shape, ...] | None
 
@@ -151,14 +155,14 @@ def sample_axis(probe: Probe) -> int | None:
     return next(grows, 0 if None in few else None)
 
 
-def made_shapes(node: Any, free: dict[int, Any], *, run: bool = False) -> list[Shape]:
-    """Returns the shapes that a call makes, as it says itself, or as running it shows."""
+def made_specs(node: Any, free: dict[int, Any], *, run: bool = False) -> list[tuple[Shape, str]]:
+    """Returns shapes and dtypes that a call makes, as it says itself, or as running it shows."""
     args, kwargs = node.arguments.fill_in(free)
     if run or network_of(node.operation) is not None:
         specs = compute_output_spec(node.operation, *args, **kwargs)
     else:
         specs = node.operation.compute_output_spec(*args, **kwargs)
-    return [tuple(spec.shape) for spec in tree.flatten(specs)]
+    return [(tuple(spec.shape), spec.dtype) for spec in tree.flatten(specs)]
 
 
 def probe_call(
@@ -170,13 +174,37 @@ def probe_call(
     # What layers say of their results' shapes is often that of the first thing that they are given,
     # such as learned queries, which have no samples.
     run = len({rows_per_sample(p) for p, _ in given.values()}) > 1
+    found = _probed(node, given, run, None)
+    if any(map(_is_open, found)) and not any(_is_open(probe) for probe, _ in given.values()):
+        # It counts steps, of which there is no number yet: one is made up.
+        sized = next(filter(None, (_probed(node, given, run, size) for size in SIZES)), found)
+        found = [
+            other if _is_open(probe) and other[0][:1] == other[1][:1] else probe
+            for probe, other in zip(found, sized, strict=True)
+        ]
+    return found or [None] * len(shapes)
+
+
+def _is_open(probe: Probe) -> bool:
+    """Whether the size of the first dimension is not known for any number of samples."""
+    return probe is not None and probe[0][:1] == (None,)
+
+
+def _probed(
+    node: Any, given: Mapping[int, tuple[Probe, str]], run: bool, size: int | None
+) -> list[Any]:
+    """The shapes that a call makes, with a size for those that are unknown; none if it fails."""
     results = []
     for i, _ in enumerate(SAMPLES):
-        free = {k: symbolic(p[i], dtype) for k, (p, dtype) in given.items() if p is not None}
+        free = {
+            key: symbolic(tuple(size if n is None else n for n in probe[i]), dtype)
+            for key, (probe, dtype) in given.items()
+            if probe is not None
+        }
         if len(free) < len(given):
-            return [None] * len(shapes)
+            return []
         try:
-            results.append(made_shapes(node, free, run=run))
+            results.append([shape for shape, _ in made_specs(node, free, run=run)])
         except Exception:  # it needs another number of samples, or cannot run on placeholders
-            return [None] * len(shapes)
+            return []
     return list(zip(*results, strict=True))

@@ -48,6 +48,20 @@ def test_learned_queries_get_a_row_for_each_sample_from_what_they_ask():
     assert (output.shape, output.rows_per_sample) == ((None, 3, 2), 1)
 
 
+class Places(layers.Layer):
+    """Numbers the steps of a sample, however many there are."""
+
+    def call(self, x):
+        return ops.arange(ops.shape(x)[1])
+
+
+def test_steps_of_any_number_are_no_samples():
+    inputs = keras.Input((None, 6))
+    x = layers.Embedding(9, 6)(Places()(inputs)) + inputs
+    tensors = extract(keras.Model(inputs, x)).graph.tensors
+    assert [tensor.sample_axis for tensor in tensors] == [0, None, None, 0]
+
+
 class HalfAndOne(layers.Layer):
     def call(self, x):
         return ops.reshape(x, (x.shape[0] // 2 + 1, -1)) if x.shape[0] else x

@@ -33,7 +33,7 @@ def trained(sentence, **options):
         return None
 
 
-@asked_for(4)
+@asked_for(2)
 @given(sentences())
 def test_random_models_give_the_numbers_of_keras(sentence):
     keras.backend.clear_session()

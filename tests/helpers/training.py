@@ -212,19 +212,21 @@ def make(case: Case, **options: Any) -> keras.Model:
     return model
 
 
+def fitted(model: keras.Model, case: Case, epochs: int = EPOCHS) -> Outcome:
+    """Trains a compiled model."""
+    options = {"batch_size": case.batch, "shuffle": False, "verbose": 0, **case.fit}
+    told = model.fit(case.x, case.y, epochs=epochs, **options)
+    return {"history": told.history, "weights": [w.tolist() for w in model.get_weights()]}
+
+
 def finish(model: keras.Model, case: Case, epochs: int = EPOCHS) -> Outcome:
     """Trains a compiled model, evaluates it and predicts."""
+    trained = fitted(model, case, epochs)
     quiet = {"batch_size": case.batch, "verbose": 0}
-    told = model.fit(case.x, case.y, epochs=epochs, shuffle=False, **quiet, **case.fit)
     weights = {k: v for k, v in case.fit.items() if k == "sample_weight"}
     evaluation = model.evaluate(case.x, case.y, return_dict=True, **quiet, **weights)
-    predictions = model.predict(case.x, **quiet)
-    return {
-        "history": told.history,
-        "evaluation": evaluation,
-        "predictions": keras.tree.map_structure(np.ndarray.tolist, predictions),
-        "weights": [weight.tolist() for weight in model.get_weights()],
-    }
+    predictions = keras.tree.map_structure(np.ndarray.tolist, model.predict(case.x, **quiet))
+    return {**trained, "evaluation": evaluation, "predictions": predictions}
 
 
 def data_of_rank(case: Case) -> Case:
@@ -267,18 +269,22 @@ def begin_again(model: keras.Model, start: list[np.ndarray]) -> keras.Model:
     return model
 
 
+def trained(model: keras.Model, name: str) -> Outcome:
+    """What comes of a case; where all batches are of one size, of `fit` only."""
+    return (fitted if "evenly" in name else finish)(model, data_of_rank(CASES[name]))
+
+
 @functools.cache
 def serial(name: str) -> Outcome:
     """What plain Keras makes of a case."""
-    return finish(make(CASES[name]), CASES[name])
+    return trained(make(CASES[name]), name)
 
 
 @functools.cache
 def piped(name: str, stages: int, micro_batches: int, schedule: str | None) -> Outcome:
     """What a pipeline in this process makes of a case."""
-    case = CASES[name]
     options = {"num_stages": stages, "num_micro_batches": micro_batches, "schedule": schedule}
-    return finish(make(case, **options), case)
+    return trained(make(CASES[name], **options), name)
 
 
 def distance(first: Any, second: Any, name: str = "") -> float:

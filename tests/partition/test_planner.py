@@ -121,12 +121,9 @@ def test_options_that_are_left_open(options, micro_batches, in_flight):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_stages": 0}, "Received: num_stages=0"),
-        ({"num_stages": True}, "num_stages=True"),
         ({"num_stages": None}, "num_stages=None"),
         ({"num_stages": 9}, "'tower' has 3 operations.*at most 3 stages.*num_stages=9"),
         ({"batch_size": 0}, "batch_size=0"),
-        ({"num_micro_batches": 0}, "num_micro_batches=0"),
         ({"num_replicas": 64}, "batch_size=32, num_replicas=64"),
         ({"balance": "speed"}, "one of .*'time', 'flops'.*Received: balance='speed'"),
         ({"balance": "time"}, "with a profile. Received: balance='time', profile=None"),

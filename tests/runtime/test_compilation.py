@@ -61,7 +61,7 @@ Y = np.random.default_rng(0).integers(0, 2, (6, 3)).astype("float32")
 LABELS = np.array([0, 2, 1, 1, 0, 2])
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("sparse", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_metrics_of_keras_are_additive(sparse):
     names = [n for n in metrics_of_keras() if ("Sparse" in n or n in SPARSE) == sparse]
     y, made = LABELS if sparse else Y, {}

@@ -169,6 +169,7 @@ KINDS = {1: "h5", 2: "json"}  # a file, or one in shards
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_what_is_loaded_before_is_read_by_share(tmp_path):
     before = tuned(None)()
     before.layers[0].lora_kernel_b.assign(np.ones((2, 40)))

@@ -15,7 +15,8 @@ from tests.helpers.training import (
     Y,
     data_of_rank,
     distance,
-    finish,
+    evenly,
+    fitted,
     floats,
     make,
     regression,
@@ -85,7 +86,7 @@ def books(model):
 @functools.cache
 def expected(name):
     model = make(case_of(name))
-    return finish(model, case_of(name)), books(model)
+    return fitted(model, case_of(name)), books(model)
 
 
 def check(name, outcome, counted):
@@ -97,7 +98,7 @@ def check(name, outcome, counted):
 
 def test_in_one_process():
     model = make(case_of("momentum"), num_stages=2, num_micro_batches=2)
-    check("momentum", finish(model, case_of("momentum")), books(model))
+    check("momentum", fitted(model, case_of("momentum")), books(model))
 
 
 STAGES, FOUR_STAGES = {"num_stages": 2}, {"num_stages": 4}  # of which the last trains nothing
@@ -114,7 +115,7 @@ def train(trials):
     found = []
     for name, shape in trials:
         model = make(case_of(name), num_micro_batches=2, **shape)
-        found.append([finish(model, data_of_rank(case_of(name))), books(model)])
+        found.append([fitted(model, data_of_rank(case_of(name))), books(model)])
     return found
 
 
@@ -141,15 +142,15 @@ def test_float16_as_in_keras(build, micro_batches, limit):
     keras.config.set_dtype_policy("mixed_float16")
     x = X if build is mlp else floats(5, 8)
     data = x.astype("float32"), Y.astype("float32")
-    case = Case(build, *data, regression(optimizer=lambda: SGD(0.05, momentum=0.9)))
+    case = evenly(Case(build, *data, regression(optimizer=lambda: SGD(0.05, momentum=0.9))))
     try:
         keras.utils.set_random_seed(1)
         plain = build()
         plain.compile(**case.compiled())
-        outcome = finish(plain, case)
+        outcome = fitted(plain, case)
         model = make(case, num_stages=2, num_micro_batches=micro_batches)
         assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-        found = finish(model, case)
+        found = fitted(model, case)
         assert distance(outcome, found) < limit
         assert books(model) == books(plain)
         assert {v.dtype for v in model.trainable_variables} == {"float32"}

@@ -73,15 +73,6 @@ def test_ranks_that_the_stages_do_not_spread_over():
             assert hint in message
 
 
-class Subclassed(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(2)
-
-    def call(self, inputs):
-        return self.dense(inputs)
-
-
 def own_step():
     inputs = keras.Input((6,))
     kind = type("OwnStep", (keras.Model,), {"train_step": lambda self, data: {"loss": 0.0}})
@@ -91,7 +82,6 @@ def own_step():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (Subclassed, "subclassed model"),
         (own_step, "overrides train_step"),
         (lambda: PipelineModel(mlp(), 2), "pipeline already"),
         (lambda: "mlp.keras", r"Received: model='mlp\.keras'"),

@@ -18,9 +18,9 @@ from tests.helpers.training import (
     Case,
     X,
     Y,
-    adamw,
     data_of_rank,
     distance,
+    evenly,
     finish,
     floats,
     integers,
@@ -35,22 +35,26 @@ pytestmark = pytest.mark.keras
 
 IDS = integers(7, 5, seed=3)
 OPENED = {
-    "encoder": Case(opened.encoder, IDS, integers(7, seed=8), logits),
-    "deaf": Case(opened.deaf, IDS, integers(7, seed=8), logits),
-    "variational": Case(
-        opened.variational,
-        X,
-        {"mean": Y, "kind": LABELS % 2},
-        lambda: {
-            "optimizer": adamw(),
-            "loss": {"mean": "mse", "kind": "sparse_categorical_crossentropy"},
-        },
+    "encoder": evenly(Case(opened.encoder, IDS, integers(7, seed=8), logits)),
+    "deaf": evenly(Case(opened.deaf, X, Y, regression())),
+    "variational": evenly(
+        Case(
+            opened.variational,
+            X,
+            {"mean": Y, "kind": LABELS % 2},
+            regression({"mean": "mse", "kind": "sparse_categorical_crossentropy"}),
+        )
     ),
     "temporal": Case(opened.temporal, floats(5, 2), Y, regression()),
-    "told": Case(opened.told, IDS, Y, regression()),
+    "told": evenly(Case(opened.told, IDS, Y, regression())),
     "twice": Case(opened.twice, floats(5, 4), Y, regression()),
 }
-RUNS = [("encoder", 4), ("deaf", 2), ("variational", 3), ("temporal", 4), ("told", 4)]
+RUNS = [
+    ("deaf", 2),
+    ("temporal", 4),
+    pytest.param("variational", 3, marks=pytest.mark.slow),
+    pytest.param("told", 4, marks=pytest.mark.slow),
+]
 
 
 @functools.cache
@@ -73,9 +77,9 @@ def test_parts_of_layers_train_like_the_whole(name, stages):
 def test_one_operation_is_told_no_more_of_training_than_by_keras():
     case = OPENED["deaf"]
     keras.utils.set_random_seed(1)
-    model = Model(opened.Deaf(), inputs=keras.Input((5,), dtype="int32"), num_micro_batches=2)
+    model = Model(opened.Deaf(), inputs=keras.Input((6,)), num_micro_batches=2)
     model.compile(**case.compiled())
-    assert distance(plain("deaf")["weights"], finish(model, case)["weights"], "weights") < ROUNDING
+    assert distance(plain("deaf"), finish(model, case)) < ROUNDING
 
 
 def on_ranks(name, path):
@@ -90,6 +94,7 @@ def on_ranks(name, path):
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_ranks_have_their_parts_of_a_layer_only_and_write_one_file(tmp_path):
     path = str(tmp_path / "model.keras")

@@ -31,15 +31,15 @@ from tests.helpers.training import (
     X,
     Y,
     adamw,
-    data_of_rank,
     distance,
-    finish,
+    fitted,
     make,
     piped,
     refused,
     regression,
     serial,
     sgd,
+    trained,
     use_float64,
 )
 from tests.zoo.models import mlp
@@ -99,7 +99,7 @@ def train_runs(runs: Sequence[Sequence[Any]]) -> list[list[Any]]:
             CASES[name], num_stages=stages, num_micro_batches=micro_batches, schedule=schedule,
             num_replicas=replicas, recompute=recompute,
         )  # fmt: skip
-        outcome = finish(model, data_of_rank(CASES[name]))
+        outcome = trained(model, name)
         slots = [v.path for v in model.optimizer.variables if len(v.shape)]
         found.append([outcome, list(ran), slots])
     return found
@@ -166,16 +166,16 @@ def search_and_narrow(folder):
     use_float64()
     found = {}
     model = make(CASES["mlp"], num_stages=4, num_micro_batches=3, schedule="zb-auto")
-    found["searched"] = finish(model, CASES["mlp"])
+    found["searched"] = fitted(model, CASES["mlp"])
     found["schedule"] = model.plan.schedule_text
     found["held"] = [stage.in_flight for stage in model.plan.stages]
     model.plan.save(Path(folder) / f"{world().rank}.json")
     again = make(CASES["mlp"], plan=Path(folder) / f"{world().rank}.json")
-    found["again"] = finish(again, CASES["mlp"])
-    found["own"] = finish(make(CASES["mlp"], schedule=str(Path(folder) / "own")), CASES["mlp"])
+    found["again"] = fitted(again, CASES["mlp"])
+    found["own"] = fitted(make(CASES["mlp"], schedule=str(Path(folder) / "own")), CASES["mlp"])
     plan = make_plan(mlp, 2, num_micro_batches=3, num_ranks=2, wire_dtype="bfloat16")
-    found["narrow"] = finish(make(CASES["mlp"], plan=plan), CASES["mlp"])
-    found["set free"] = finish(set_free_late(), CASES["mlp"])
+    found["narrow"] = fitted(make(CASES["mlp"], plan=plan), CASES["mlp"])
+    found["set free"] = fitted(set_free_late(), CASES["mlp"])
     return found
 
 
@@ -204,7 +204,7 @@ rank 1: 2F0 3F0 3BW0 2BW0 2F1 3F1 3BW1 2BW1 2F2 3F2 3BW2 2BW2
 def test_schedules_that_are_searched_for_and_the_users_own(tmp_path):
     (tmp_path / "own").write_text(OWN)
     run = mpi_run(2, search_and_narrow, str(tmp_path), timeout=240).check()
-    expected = serial("mlp")
+    expected = fitted(make(CASES["mlp"]), CASES["mlp"])
     for result in run.results:
         for name in ("searched", "again", "own", "set free"):
             assert distance(expected, result[name]) < ROUNDING, name

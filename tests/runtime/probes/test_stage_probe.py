@@ -402,17 +402,22 @@ def saturated(layer, x, _):
     return ops.tanh(17 + 0.1 * layer.gain * x)
 
 
+def side_by_side():
+    inputs = keras.Input((5,))
+    x = layers.Dense(5, activation="tanh")(inputs)
+    functions = saturated, by_the_largest, in_a_function, trimmed
+    parts = [Own(function, name=function.__name__)(x) for function in functions]
+    return keras.Model(inputs, layers.Dense(5)(layers.Add()([*parts, Loop(False, "loop")(x)])))
+
+
 APART = {
-    "saturated": (lambda: between(Own(saturated)), X),
+    "side by side": (side_by_side, X),
     "windows": (with_windows, RNG.normal(size=(6, 4, 3))),
     "columns": (with_columns, COLUMNS),
     "columns of few": (with_columns, COLUMNS[:3]),
     "not a number": (lambda: between(Own(not_a_number)), X),
-    "by the largest": (lambda: between(Own(by_the_largest)), X),
-    "trimmed, in a loop": (lambda: between(Own(trimmed), Loop(False, "loop")), X),
-    "function": (lambda: between(Own(in_a_function)), X),
     "zeros": (between, np.zeros((6, 5))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", APART)

@@ -54,6 +54,7 @@ def test_they_are_those_of_the_batch_where_a_layer_is_called_twice_with_masks():
     assert distance(plain, trained(rows, options, shared_and_masked=True)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*batch:UserWarning")
 def test_a_step_that_fails_leaves_nothing_of_its_batch():
     keras.utils.set_random_seed(1)

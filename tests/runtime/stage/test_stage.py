@@ -214,7 +214,8 @@ def test_a_micro_batch_keeps_the_operands_of_its_products():
     assert stage.residual_bytes == (width + 5 + 3) * row  # inputs of both layers, outputs of both
 
 
-@pytest.mark.parametrize("kind", ["bottleneck", pytest.param("attention", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bottleneck", "attention"])
 def test_recomputation_repeats_random_numbers_and_statistics(kind):
     with in_precision("float64", "float64"):
         plain, _ = stage_of(*KINDS[kind])

@@ -80,10 +80,8 @@ class OptimizerState:
         share = list(filter(self._table.trains, held)) if held else self._own
         if len(share) != len(held):
             rebuild(self._optimizer, share)
-        # A rank without trained weights needs the scale all the same, for its gradients are scaled,
-        # too.
-        elif scales_dynamically(self._optimizer) and not self._optimizer.built:
-            self._optimizer.build([])  # other ranks' weights have the same scale
+        if not self._optimizer.built:
+            self._optimizer.build([])  # for the scale of losses, and for averages of no weights
         finalize_only(self._optimizer, self._own, self._finalized)
         self._held()
 

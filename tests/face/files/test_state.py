@@ -58,7 +58,7 @@ def several():
     kinds = keras.optimizers.OptimizerMap(
         keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
         {
-            ".*hidden/kernel": keras.optimizers.Adam(1e-2),
+            ".*hidden/kernel": keras.optimizers.Adam(1e-2, amsgrad=True),
             "dense.*": keras.optimizers.Adafactor(1e-2),
         },
     )
@@ -67,12 +67,11 @@ def several():
 
 
 def averaging():
-    """The break comes between two updates."""
+    """The break comes between two updates; has a slot of no weight."""
     rate = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
-    return keras.optimizers.Adam(
-        rate, amsgrad=True, use_ema=True, ema_momentum=0.5, global_clipnorm=0.05,
-        gradient_accumulation_steps=3,
-    )  # fmt: skip
+    return keras.optimizers.Nadam(
+        rate, use_ema=True, ema_momentum=0.5, global_clipnorm=0.05, gradient_accumulation_steps=3
+    )
 
 
 SEVERAL, TIED = "several", "tied weights"
@@ -82,8 +81,7 @@ OPTIMIZERS = {
     if issubclass(kind, keras.optimizers.Optimizer)
     and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
 } | {SEVERAL: several, TIED: averaging}
-# The last one has a slot of no weight, which Keras does not save beneath a `MultiOptimizer`.
-NAMES = sorted(OPTIMIZERS) if more_asked_for() else [SEVERAL, TIED, "Nadam"]
+NAMES = sorted(OPTIMIZERS) if more_asked_for() else [SEVERAL, TIED]
 
 
 def data_of(name):
@@ -152,13 +150,7 @@ def check(name, folder, slots):
     for model in (stock, on):
         assert distance(state_of(model), expected) < ROUNDING, name
     every = sum(int(np.prod(variable.shape)) for variable in stock.optimizer.variables)
-    assert len(slots) == 1 or max(slots) < every or every < 10, name
-
-
-@pytest.mark.slow
-def test_a_break_changes_nothing_with_several_stages_in_one_process(tmp_path):
-    begun(TIED, tmp_path, num_stages=2)
-    check(TIED, tmp_path, [resumed(TIED, tmp_path, num_stages=2)])
+    assert max(slots) < every or every < 10, name
 
 
 class OddOptimizer(keras.optimizers.SGD):

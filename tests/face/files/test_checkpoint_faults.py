@@ -179,6 +179,7 @@ def test_another_job_in_the_directory_is_noticed(run):
     assert sorted(os.listdir(directory)) == ["step-00000007", "step-00000008", "step-00000009"]
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_not_kept_in_place_of_good_ones(run):
     directory, expected = run
     for step in (5, 6):
@@ -217,6 +218,7 @@ def test_another_run_is_refused_by_what_differs(run):
     assert fit(directory) == expected
 
 
+@pytest.mark.slow
 def test_another_option_of_the_loss_is_another_loss(tmp_path):
     huber = keras.losses.Huber  # whose configuration has no delta
     fit(tmp_path, model(loss=huber(delta=0.3)), epochs=1)

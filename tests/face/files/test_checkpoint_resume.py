@@ -120,7 +120,7 @@ STOPS = {
 }
 
 
-QUICK = ("arrays", "PyDataset", "tf.data", "tf.data of unknown length", "generator")
+QUICK = ("arrays", "tf.data", "generator")
 KINDS = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in DATA]
 
 
@@ -266,6 +266,7 @@ class Counting(keras.callbacks.Callback):
         self.epochs, self.best, self.last = state["epochs"], state["best"], state["last"]
 
 
+@pytest.mark.slow
 def test_callbacks_with_a_state_go_on(tmp_path, caplog):
     """In the middle of an epoch and at its end; one that is gone is named."""
     alone = Counting()

@@ -147,6 +147,7 @@ def test_weights_are_in_the_order_of_keras(tmp_path, build):
     assert same(model.get_weights(), values)
 
 
+@pytest.mark.slow
 def test_stock_keras_trains_on_identically(tmp_path):
     case = CASES["frozen"]
     model = make(case, num_stages=2, num_micro_batches=1)

@@ -209,6 +209,7 @@ def test_models_of_configurations_have_the_weights_of_keras():
         tnt.models.model_from_json("model.json")
 
 
+@pytest.mark.slow
 def test_clones_of_distributed_models():
     model = tnt.PipelineModel(mlp(), num_stages=3, num_micro_batches=2, schedule="gpipe")
     model.compile(keras.optimizers.SGD(0.5), "mse")

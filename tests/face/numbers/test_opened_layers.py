@@ -51,7 +51,7 @@ OPENED = {
 }
 RUNS = [
     ("deaf", 2),
-    ("temporal", 4),
+    pytest.param("temporal", 4, marks=pytest.mark.slow),
     pytest.param("variational", 3, marks=pytest.mark.slow),
     pytest.param("told", 4, marks=pytest.mark.slow),
 ]

@@ -53,7 +53,7 @@ def agreed_plan(
 
     # Devices and clocks of ranks may differ, and plans with them: one rank decides for all.
     agreed = Plan.from_json(on_one_rank(communicator, 0, "make the plan", make))
-    extracted = extracted.planned_by(agreed.fingerprint)
+    extracted = extracted.planned_by(agreed.fingerprint, agreed.node_names)
     agreed.check(extracted.graph)
     return agreed, extracted
 

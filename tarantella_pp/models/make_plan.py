@@ -154,7 +154,7 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
         try:
             finer = _plan_of(reading, options)
         except (ConfigurationError, PlanError) as error:
-            refused, kind = refused or str(error), type(error)
+            refused, kind = str(error), type(error)  # of the finest reading, if of all
             continue
         if found is None or _is_better(finer, found, options):
             found = finer

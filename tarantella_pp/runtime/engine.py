@@ -184,10 +184,12 @@ class Engine:
         same = all(weight.trainable == bool(variable.trainable) for weight, variable in pairs)
         if same and not self.stages.have_run:
             return self
-        extracted = extract(self.extracted.model)
-        self._plan.check(extracted.graph)
+        plan = self._plan
+        read = extract(self.extracted.model)
+        extracted = read.planned_by(plan.fingerprint, plan.node_names)
+        plan.check(extracted.graph)
         return Engine(
-            self._model, extracted, with_findings(self._plan, self.schedules.spec, {}),
+            self._model, extracted, with_findings(plan, self.schedules.spec, {}),
             self.groups, free_schedule=self.schedules.free,
             weights=self.weights,
             check_every=self._check_every,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -81,14 +83,18 @@ class Drops(layers.Layer):
 
 
 class Deaf(keras.Model):
-    """Is not told whether it trains, so nothing in it trains: no dropout, as in plain Keras."""
+    """Is not told whether it trains, so nothing in it trains: no dropout, as in plain Keras.
+
+    What it returns has no names, and a layer that `call` makes anew is between its layers.
+    """
 
     def __init__(self):
         super().__init__()
         self.hidden, self.head = Drops(), layers.Dense(3)
 
     def call(self, x):
-        return self.head(self.hidden(x))
+        y = self.head(self.hidden(x))
+        return [y, layers.Add()([y, y])]
 
 
 class VariationalEncoder(keras.Model):
@@ -180,18 +186,18 @@ class Told(layers.Layer):
 
 
 class Keeps(layers.Layer):
-    """Others may look at what it has made on the way."""
+    """Others may look at what it has made on the way, or only at an object around its result."""
 
-    def __init__(self):
+    def __init__(self, how):
         super().__init__()
-        self.dense = layers.Dense(6)
+        self.how, self.dense = how, layers.Dense(6)
 
     def build(self, shape):
         self.dense.build(shape)
 
     def call(self, x):
         self.seen = self.dense(x)
-        return 2 * self.seen
+        return 2 * self.seen if self.how == "kept" else types.SimpleNamespace(value=self.seen)
 
 
 def symbolic(model, *shape, dtype="float64"):
@@ -234,7 +240,7 @@ class Pair(layers.Layer):
     def __init__(self, how):
         super().__init__(name="pair")
         self.how, self.second = how, layers.Dense(6)
-        self.first = Keeps() if how == "kept" else layers.Dense(6)
+        self.first = Keeps(how) if how in ("kept", "object") else layers.Dense(6)
         self.generator = keras.random.SeedGenerator(1)
         self.function = tf.function(lambda x: self.second(self.first(x)), autograph=False)
         self.table = tf.Variable(np.ones((6,)))
@@ -259,6 +265,10 @@ class Pair(layers.Layer):
             return self.first(x)
         if self.how == "kept":
             return self.second(self.first(x)) + self.first.seen
+        if self.how == "object":
+            return self.second(self.first(x).value)
+        if self.how == "anew":
+            x = layers.Dense(6)(x)
         if self.how == "values" and float(ops.max(x)) > 0:
             return x
         return self.second(self.first(x))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ from tarantella_pp.partition.graph.layer_inside import (
     SeenTensor,
     Value,
     is_composite,
+    name_of,
 )
 from tarantella_pp.partition.graph.placeholders import (
     Probe,
@@ -81,9 +82,18 @@ class ExtractedModel:
         """Layers with layers inside that cannot be opened, by name, and why."""
         return {k: v for each in self.reader.insides for k, v in each.why_whole.items()}
 
-    def planned_by(self, fingerprint: str) -> ExtractedModel:
-        """The model with those layers opened that a plan takes for opened; itself if unknown."""
-        readings = itertools.chain([self], map(self.at_level, self.levels))
+    def planned_by(self, fingerprint: str, names: Iterable[str]) -> ExtractedModel:
+        """The model with those layers opened that a plan takes for opened; itself if unknown.
+
+        What exceeds a level depends on what is trained, and so it may be told by names of nodes.
+        """
+        steps = [name.split("/") for name in names if self.reader.insides]
+        around = frozenset("/".join(s[:i]) for s in steps for i in range(1, len(s)))
+        limits = [LargestPart(but=around)] if around else []
+        before = [self, *self.reader.readings.values()]
+        readings = itertools.chain(
+            before, map(self._opened, limits), map(self.at_level, self.levels)
+        )
         return next((each for each in readings if each.graph.fingerprint() == fingerprint), self)
 
     @property
@@ -106,9 +116,11 @@ class ExtractedModel:
             share * sum(weight.bytes for weight in graph.weights if weight.trainable),
             share * sum(node.residual_bytes for node in graph.nodes),
         )
-        reader = _Reader(self.reader.assumed_size, self.reader, limits)
-        found = self.reader.readings[level] = _read(self.model, reader)
+        found = self.reader.readings[level] = self._opened(limits)
         return found
+
+    def _opened(self, limits: LargestPart) -> ExtractedModel:
+        return _read(self.model, _Reader(self.reader.assumed_size, self.reader, limits))
 
 
 # More levels than any model needs.
@@ -243,7 +255,7 @@ class _Reader:
         unmasked = self._unmasked & set(bindings.values())
         inside = self._inside(node, bindings) if is_composite(node.operation) else None
         if inside is not None and self.limits is not None:
-            opened = inside.opened(self.limits)
+            opened = inside.opened(self.limits, path)
             if opened is not None:
                 parts = self._add_parts(node, opened, bindings, unmasked, path)
                 self._unmasked.update(bindings[key] for key in inside.unmasked)
@@ -342,7 +354,7 @@ class _Reader:
             return made[value.path][value.place]
 
         for part in opened.parts:
-            name = self._unique_name(path + opened.name_of(part.part.path))
+            name = self._unique_name(path + name_of(opened.calls, part.part.path))
             outputs = []
             for i, tensor in enumerate(part.makes):
                 label = name if len(part.makes) == 1 else f"{name}[{i}]"

@@ -13,8 +13,9 @@ what cannot be parted so is found, and stays whole.
 from __future__ import annotations
 
 import functools
+import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from tarantella_pp.internals.layer_calls import (
     repeats_itself,
 )
 from tarantella_pp.internals.state import only_traced
+from tarantella_pp.launch.cause import describe
 from tarantella_pp.partition.graph.placeholders import SAMPLES, SIZES, Probe, symbolic
 from tarantella_pp.partition.graph.traced_costs import NodeCost, Priced, memory_of
 from tarantella_pp.partition.graph.units import Shape
@@ -95,8 +97,16 @@ class LayerCall:
 
 def _told(value: Any) -> Any:
     """Something that is equal only where parts of a result are."""
-    known = value is None or isinstance(value, (Made, bool, int, float, str))
-    return value if known else id(value) if isinstance(value, keras.Variable) else object()
+    return value if _is_plain(value) else id(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (Made, bool, int, float, str))
+
+
+def is_glue(layer: Any, inside: set[int]) -> bool:
+    """Whether a call makes a layer that is called: `Add()([x, y])`, say; it has some by `id`."""
+    return id(layer) not in inside and not layer.variables
 
 
 def own_tensor(value: Any) -> Any:
@@ -152,6 +162,7 @@ class LayerTrace:
         self.losses: list[tuple[Path, Any]] = []
         self._open: list[LayerCall] = []
         self._in_leaf = False
+        self._inside = {id(layer) for layer in sublayers(operation)}
         numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - layers may draw
         try:
             with (
@@ -203,6 +214,11 @@ class LayerTrace:
     def _called(self, call: Any, layer: Any, args: Any, kwargs: Any) -> Any:
         if self._in_leaf:
             return call(layer, *args, **kwargs)
+        if is_glue(layer, self._inside):
+            losses, result = len(self.losses), call(layer, *args, **kwargs)
+            if layer.variables or losses < len(self.losses):
+                raise TypeError(f"'{layer.name}' is made anew whenever it is called")
+            return result
         if not layer.built and not is_default(layer.build):
             raise TypeError(f"'{layer.name}' is not built")  # and is not to be built here
         path: Path = ()
@@ -368,9 +384,10 @@ def _mask_of(value: Any) -> Any:
 class LargestPart:
     """What the largest call of a layer may cost that is not taken apart."""
 
-    flops: float
-    parameters: float  # bytes
-    kept: float  # bytes
+    flops: float = math.inf
+    parameters: float = math.inf  # bytes
+    kept: float = math.inf  # bytes
+    but: frozenset[str] = frozenset()  # names of those that are, whatever they cost
 
 
 @dataclass(frozen=True)
@@ -405,10 +422,6 @@ class OpenedLayer:
     parts: tuple[OpenedPart, ...]
     aliases: dict[Path, list[Value]]  # the results of calls that only hand on others
 
-    def name_of(self, path: Path) -> str:
-        """The names of the layers on the way to a call."""
-        return "".join(f"/{self.calls[path[: i + 1]].layer.name}" for i in range(len(path)))
-
 
 class LayerInside:
     """A call of a composite layer, with its inside."""
@@ -441,7 +454,9 @@ class LayerInside:
                 self.why_whole.clear()
                 return trace
             except Exception as error:  # whatever the user's code does not like about it
-                self.why_whole[self._call[0].name] = _short(error)
+                self.why_whole[self._call[0].name] = (
+                    f"cannot be called on placeholders ({describe(error)})"
+                )
         return None
 
     @functools.cached_property
@@ -450,7 +465,9 @@ class LayerInside:
         try:
             more = [self._traced(samples, self._flags[0]) for samples in (1, None)]
         except Exception as error:  # whatever the user's code does not like about it
-            self.why_whole[self._call[0].name] = _short(error)
+            self.why_whole[self._call[0].name] = (
+                f"cannot be called on placeholders ({describe(error)})"
+            )
             return []
         return [] if self._trace is None else [self._trace, *more]
 
@@ -510,16 +527,19 @@ class LayerInside:
         memory = {memory_of(trace.tensor(value)).ref(): value for value in (*reads, *makes)}
         return self._priced.of(places, set(trace.known), memory)
 
-    def opened(self, limits: LargestPart) -> OpenedLayer | None:
+    def opened(self, limits: LargestPart, name: str) -> OpenedLayer | None:
         """Opens the layer, and those in it that are larger than the limits, if that can be done."""
-        if not self._traces or not self._exceeds(self._traces[0].root, limits):
+        exceeds = functools.partial(self._exceeds, limits, name)
+        if not self._traces or not exceeds(self._traces[0].root):
             return None
         try:
             traces = [*self._traces, self._traced(None, self._flags[1])]
         except Exception as error:  # whatever the user's code does not like about it
-            self.why_whole[self._call[0].name] = _short(error)
+            self.why_whole[self._call[0].name] = (
+                f"cannot be called on placeholders ({describe(error)})"
+            )
             return None
-        while (paths := self._large(limits, traces)) is not None:
+        while (paths := self._large(exceeds, traces)) is not None:
             try:
                 return self._parted(traces, paths)
             except _PartsError as error:
@@ -557,13 +577,15 @@ class LayerInside:
             )
         return OpenedLayer(traces[0].calls, paths, tuple(parts), aliases)
 
-    def _large(self, limits: LargestPart, traces: list[LayerTrace]) -> frozenset[Path] | None:
+    def _large(
+        self, exceeds: Callable[[LayerCall], bool], traces: list[LayerTrace]
+    ) -> frozenset[Path] | None:
         """The calls that are to be opened; `None` if the layer itself cannot be."""
         found: set[Path] = set()
         for path, call in traces[0].calls.items():
             if path and path[:-1] not in found:
                 continue
-            if not path or (call.inner and self._exceeds(call, limits)):
+            if not path or (call.inner and exceeds(call)):
                 reason = _why_whole([trace.calls[path] for trace in traces])
                 if not reason:
                     found.add(path)
@@ -571,7 +593,9 @@ class LayerInside:
                     self.why_whole[call.layer.name] = reason
         return frozenset(found) if () in found else None
 
-    def _exceeds(self, call: LayerCall, limits: LargestPart) -> bool:
+    def _exceeds(self, limits: LargestPart, name: str, call: LayerCall) -> bool:
+        if limits.but:
+            return name + name_of(self._traces[0].calls, call.path) in limits.but
         cost: Any = self.cost(call.path)
         parameters = sum(
             int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size
@@ -584,11 +608,21 @@ class LayerInside:
         )
 
 
+def name_of(calls: dict[Path, LayerCall], path: Path) -> str:
+    """The names of the layers on the way to a call."""
+    return "".join(f"/{calls[path[: i + 1]].layer.name}" for i in range(len(path)))
+
+
 def _why_whole(calls: list[LayerCall]) -> str:
     """Why a call cannot be parted, if so, given all of its traces."""
     reason = next((call.whole for call in calls if call.whole), "")
     if reason:
         return reason
+    for inner in calls[0].inner:
+        for value in tree.flatten(inner.result):
+            if not _is_plain(value) and not isinstance(value, keras.Variable):
+                kind = type(value).__name__
+                return f"calls '{inner.layer.name}', which returns a {kind}, not only tensors"
     kinds = [[inner.kind for inner in call.inner] for call in calls]
     if any(kind != kinds[0] for kind in kinds):
         return "calls other layers, or in another way, in training or for other numbers of samples"
@@ -612,7 +646,3 @@ def _made(is_open: bool, few: Any, many: Any, general: Any) -> SeenTensor:
     )
     mask = None if general[1] is None else tuple(general[1].shape)
     return SeenTensor(shape, general[0].dtype.name, mask, tuple(sizes))
-
-
-def _short(error: Exception) -> str:
-    return f"cannot be called on placeholders ({type(error).__name__}: {error})".split("\n")[0]

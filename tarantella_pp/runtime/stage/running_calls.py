@@ -26,7 +26,7 @@ from tarantella_pp.internals.state import (
     outside_stateless_scopes,
 )
 from tarantella_pp.partition.graph.calls import Call
-from tarantella_pp.partition.graph.layer_inside import LayerCall, Made, Path, own_tensor
+from tarantella_pp.partition.graph.layer_inside import LayerCall, Made, Path, is_glue, own_tensor
 
 Values: TypeAlias = dict[int, Any]
 Observer: TypeAlias = Callable[[Call, Sequence[Any]], None]
@@ -91,6 +91,7 @@ class _OpenedRun:
         self._args: dict[Path, list[Any]] = {}  # tensors that calls were given, and their masks
         self._open: list[tuple[Path, itertools.count[int]]] = []
         self._in_leaf = False
+        self._inside = {id(call.layer) for call in self._layer.calls.values()}
         self._only_shapes = needs_only_shapes()
         self._inlines = tf.config.functions_run_eagerly()
 
@@ -139,7 +140,7 @@ class _OpenedRun:
             self._losses.append((self._open[-1][0], loss))
 
     def _called(self, call: Any, layer: Any, args: Any, kwargs: Any) -> Any:
-        if self._in_leaf:
+        if self._in_leaf or is_glue(layer, self._inside):
             return call(layer, *args, **kwargs)
         path: Path = ()
         if self._open:

@@ -69,7 +69,8 @@ def layer_calls(handler: CallHandler) -> Iterator[None]:
 class GlueScope(keras.StatelessScope):  # type: ignore[misc]
     """Between the calls of layers: `read` gives values of variables, `None` for the true one.
 
-    Nothing is written, and losses that are added come to `add`.
+    Nothing is written, so that another call of a layer reads what it read before, and losses that
+    are added come to `add`.
     """
 
     def __init__(
@@ -83,13 +84,11 @@ class GlueScope(keras.StatelessScope):  # type: ignore[misc]
 
     def get_current_value(self, variable: Any) -> Any:
         """The value of a variable."""
-        written = super().get_current_value(variable)
-        return self._read(variable) if written is None else written
+        return self._read(variable)
 
     def add_update(self, update: Any) -> None:
         """Takes note that a variable would change."""
         self._write(update[0])
-        super().add_update(update)
 
     def add_loss(self, loss: Any) -> None:
         """Takes note of a loss that a layer adds."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.errors import CommunicationError
+from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.internals.state import only_traced
 from tarantella_pp.internals.training import compiled_loss, compiled_metrics, standardize_inputs
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
@@ -187,6 +187,12 @@ class Engine:
         plan = self._plan
         read = extract(self.extracted.model)
         extracted = read.planned_by(plan.fingerprint, plan.node_names)
+        if extracted.graph.fingerprint() != plan.fingerprint:
+            raise ConfigurationError(
+                f"Layers of '{self._model.name}' have other weights or calls than when it was "
+                "wrapped, as `enable_lora` and `quantize` make them. Do that first, and wrap the "
+                "model again."
+            )
         plan.check(extracted.graph)
         return Engine(
             self._model, extracted, with_findings(plan, self.schedules.spec, {}),

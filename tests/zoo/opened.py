@@ -235,12 +235,13 @@ def twice():
 
 
 class Pair(layers.Layer):
-    """Two layers, and something between them that keeps it whole."""
+    """Two layers, and something between them, which mostly keeps it whole."""
 
     def __init__(self, how):
         super().__init__(name="pair")
         self.how, self.second = how, layers.Dense(6)
         self.first = Keeps(how) if how in ("kept", "object") else layers.Dense(6)
+        self.drop = layers.Dropout(0.5, seed=2)
         self.generator = keras.random.SeedGenerator(1)
         self.function = tf.function(lambda x: self.second(self.first(x)), autograph=False)
         self.table = tf.Variable(np.ones((6,)))
@@ -265,6 +266,8 @@ class Pair(layers.Layer):
             return self.first(x)
         if self.how == "kept":
             return self.second(self.first(x)) + self.first.seen
+        if self.how == "again":
+            return self.second(self.drop(self.first(self.drop(x))))
         if self.how == "object":
             return self.second(self.first(x).value)
         if self.how == "anew":

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from tarantella_pp.internals.functional import states_of, trained_variables
 from tarantella_pp.partition.graph.flops import (
     SizedTensor,
     forward_flops,
@@ -98,17 +97,17 @@ def graph_of(
     found: Sequence[Tensor],
     calls: Sequence[Call],
     variables: tuple[Any, ...],
+    states: set[int],
     *,
     inputs: tuple[int, ...],
     outputs: tuple[int, ...],
     assumed_size: int,
 ) -> LayerGraph:
-    """Makes the layer graph of tensors and calls: adds who reads each tensor, and the costs."""
-    trained = {id(v) for call in calls for v in trained_variables(call.operation)}
-    # What only the code between layers reads, and so nothing writes; metrics are a layer's as well
-    held = {id(v) for call in calls for v in states_of(call.operation)}
-    trained |= {id(v) for v in variables if id(v) not in held}
-    weights = tuple(_weight(i, v, id(v) not in trained) for i, v in enumerate(variables))
+    """Makes the layer graph of tensors and calls: adds who reads each tensor, and the costs.
+
+    `states` has the `id` of variables that calls change.
+    """
+    weights = tuple(_weight(i, v, id(v) in states) for i, v in enumerate(variables))
     weight_ids = {id(variable): i for i, variable in enumerate(variables)}
     uses = [tuple(weight_ids[id(v)] for v in call.variables) for call in calls]
     gradients = _gradients(found, calls, weights, uses)

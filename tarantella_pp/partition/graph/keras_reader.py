@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import keras
 
@@ -26,6 +27,7 @@ from tarantella_pp.internals.functional import (
     states_of,
     sublayers,
     takes_training,
+    trained_variables,
     tree,
 )
 from tarantella_pp.partition.graph.calls import (
@@ -38,6 +40,7 @@ from tarantella_pp.partition.graph.layer_graph import LayerGraph, Tensor
 from tarantella_pp.partition.graph.layer_inside import (
     LargestPart,
     LayerInside,
+    LayerTrace,
     OpenedLayer,
     Path,
     SeenTensor,
@@ -163,6 +166,7 @@ def _read(model: Any, reader: _Reader) -> ExtractedModel:
         reader.tensors,
         reader.calls,
         variables,
+        reader.states(),
         inputs=inputs,
         outputs=outputs,
         assumed_size=reader.assumed_size,
@@ -391,6 +395,34 @@ class _Reader:
         for inner, values in opened.aliases.items():
             made.setdefault(inner, tuple(map(tensor_of, values)))
         return made[()]
+
+    def states(self) -> set[int]:
+        """Variables, by `id`, that calls change, and not optimizers alone.
+
+        All that no optimizer may train, but constants that several calls share: these are tried.
+        """
+        trained = {id(v) for call in self.calls for v in trained_variables(call.operation)}
+        # What only the code between layers reads nothing writes; metrics are a layer's as well.
+        held = {id(v) for call in self.calls for v in states_of(call.operation)} - trained
+        users = Counter(id(v) for call in self.calls for v in call.variables if id(v) in held)
+        shared = {key for key, count in users.items() if count > 1}
+        sharing = {
+            id(call.arguments): call
+            for call in self.calls
+            if any(id(variable) in shared for variable in call.variables)
+        }
+        return (held - shared).union(*(shared & self._written(c) for c in sharing.values()))
+
+    def _written(self, call: Call) -> set[int]:
+        """The variables that a call may change, whatever is frozen now."""
+        operation = call.operation if call.place is None else call.place.whole.operation
+        free = {key: self._symbolic(t) for key, t in call.bindings.items()}
+        try:
+            with mock.patch.object(keras.layers.Layer, "trainable", new=True):
+                both = [LayerTrace(operation, call.arguments, free, how) for how in (True, False)]
+        except Exception:  # whatever the user's code does not like about it
+            return {id(variable) for variable in states_of(operation)}
+        return both[0].written | both[1].written
 
     def _symbolic(self, t: int) -> Any:
         tensor = self.tensors[t]

@@ -160,6 +160,7 @@ class LayerTrace:
         self._placeholders: dict[int, Any] = {}
         self.variables: dict[int, tuple[Any, Any]] = {}  # with their placeholders
         self.losses: list[tuple[Path, Any]] = []
+        self.written: set[int] = set()  # `id` of variables
         self._open: list[LayerCall] = []
         self._in_leaf = False
         self._inside = {id(layer) for layer in sublayers(operation)}
@@ -204,6 +205,7 @@ class LayerTrace:
         return self.variables[id(variable)][1]
 
     def _write(self, variable: Any) -> None:
+        self.written.add(id(variable))
         if self._open and not self._in_leaf:
             self._open[-1].whole = f"writes '{variable.path}' outside of its layers"
 

@@ -177,6 +177,19 @@ def test_a_layer_stays_whole_where_its_inside_cannot_be_parted(how, why):
         PipelineModel(model, num_stages=3)
 
 
+def drawing():
+    x = keras.Input((6,))
+    return keras.Model(x, keras.layers.Dense(3)(opened.Pair("again")(keras.layers.Dense(6)(x))))
+
+
+def test_calls_that_draw_from_one_seed_stay_on_one_stage():
+    case = Case(drawing, X, Y, regression())
+    model = make(case, num_stages=3, num_micro_batches=1)
+    found = zip(model.plan.node_names, model.plan.assignment, strict=True)
+    assert [stage for name, stage in found if "/dropout" in name] == [1, 1]
+    assert distance(finish(make(case), case), finish(model, case)) < ROUNDING
+
+
 def test_functions_of_tensorflow_are_opened_and_keep_working():
     layer, x = opened.Pair("function"), keras.Input((6,))
     model = keras.Model(x, keras.layers.Dense(3)(layer(x)))

@@ -50,9 +50,15 @@ def takes_training(layer: Any) -> bool:
     return bool(layer._call_has_training_arg)
 
 
-def tell_training_like(whole: Any, model: Any) -> None:
-    """Has `fit` tell a model as little of training as it tells the one that it is made of."""
+def treat_like(whole: Any, model: Any) -> None:
+    """Has `fit` tell a model as little of training, and name its losses, as that in it."""
     whole._call_has_training_arg = model._call_has_training_arg
+    whole.output_names = output_names(model)
+
+
+def output_names(model: Any) -> list[str] | None:
+    """The names of a model's outputs, by which Keras names losses; `None` if they have none."""
+    return getattr(model, "output_names", None)
 
 
 def _is_input(tensor: Any) -> bool:

@@ -23,7 +23,7 @@ from tarantella_pp.files import replace_file
 from tarantella_pp.internals.functional import (
     hides_its_graph,
     own_metrics,
-    tell_training_like,
+    treat_like,
 )
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.pipeline_model import PipelineModel
@@ -131,7 +131,7 @@ def _called_with(model: Any, inputs: Any) -> keras.Model:
     if not hides_its_graph(model):
         return model  # a Sequential, which is built now
     whole = keras.Model(inputs, outputs, name=model.name)
-    tell_training_like(whole, model)
+    treat_like(whole, model)
     return whole
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError, checked_count
-from tarantella_pp.internals.functional import adopt_layers, hides_its_graph, sublayers
+from tarantella_pp.internals.functional import adopt_layers, output_names, sublayers
 from tarantella_pp.internals.optimizers import with_loss_scaling
 from tarantella_pp.internals.state import compiled_with, forget_functions
 from tarantella_pp.internals.training import compile_loss
@@ -157,8 +157,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             groups = ProcessGroups.of(communicator, replicas, agreed.placement)
             super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
             adopt_layers(self, model)
-            if hides_its_graph(model):  # Keras names losses by outputs where these have names
-                self.output_names = getattr(model, "output_names", None)
+            self.output_names = output_names(model)
             self.dtype_policy = model.dtype_policy
             if not model.trainable:
                 self._freeze_whole(model)

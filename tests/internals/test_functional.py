@@ -49,7 +49,7 @@ def test_a_subclassed_model_has_its_call_on_inputs_as_a_graph(model):
     assert functional.outputs_struct(around) == outputs
     assert functional.takes_training(model)
     assert not functional.takes_training(one)
-    functional.tell_training_like(around, one)
+    functional.treat_like(around, one)
     assert not functional.takes_training(around)
 
 

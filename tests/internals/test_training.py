@@ -79,7 +79,7 @@ def test_batch_statistics_can_be_left_out_of_training():
         frozen = norm(x, training=True)
     np.testing.assert_allclose(frozen, norm(x, training=False), err_msg="_moments")
     assert [average for average, _ in taken] == [norm.moving_mean, norm.moving_variance]
-    assert all((np.asarray(average) == moment).all() for average, moment in taken)
+    assert all((np.asarray(average) == np.asarray(moment)).all() for average, moment in taken)
     assert "_moments" not in vars(norm)
     assert len(norm.trainable_variables) == 2
     assert np.abs(norm(x, training=True) - frozen).max() > 0.1

@@ -158,7 +158,7 @@ def train(folder):
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_ranks_train_as_one_process(tmp_path):
-    results = mpi_run(3, train, str(tmp_path), timeout=300).check().results
+    results = mpi_run(2, train, str(tmp_path), timeout=300).check().results
     for result in results:  # the rank that has tried says it in other words
         late, gradients, backup = result.pop("refused")
         assert re.search("Late.train_step reads '.*moving_mean' in the forward pass", late)

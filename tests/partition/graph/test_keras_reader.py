@@ -42,19 +42,19 @@ def test_stages_give_bitwise_what_the_model_gives(build):
     graph = extracted.graph
     assert len(graph.nodes) == len(extracted.calls)
     before = state(model)
-    for training in (False, True):
+    few, many = random_stages(graph, 3, seed=1), [*range(len(graph.nodes))]
+    for training, stages in ((False, few), (True, many)):
         restore(model, before)
         expected = tree.flatten(model(data, training=training))
         after = state(model)
-        for stages in (random_stages(graph, 3, seed=1), [*range(len(graph.nodes))]):
-            restore(model, before)
-            result, values, masks = run(extracted, data, stages, training)
-            for a, b in zip(tree.flatten(result), expected, strict=True):
-                np.testing.assert_array_equal(np.array(a), np.array(b), strict=True)
-            for a, b in zip(state(model), after, strict=True):
-                np.testing.assert_array_equal(a, b)
-            for t, value in values.items():
-                assert_described(graph.tensors[t], value, masks[t])
+        restore(model, before)
+        result, values, masks = run(extracted, data, stages, training)
+        for a, b in zip(tree.flatten(result), expected, strict=True):
+            np.testing.assert_array_equal(np.array(a), np.array(b), strict=True)
+        for a, b in zip(state(model), after, strict=True):
+            np.testing.assert_array_equal(a, b)
+        for t, value in values.items():
+            assert_described(graph.tensors[t], value, masks[t])
 
 
 def assert_described(tensor, value, mask):

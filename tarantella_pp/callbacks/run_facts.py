@@ -39,7 +39,7 @@ def facts_of(model: Any, data: Mapping[str, Any]) -> Any:
             "variables": [
                 [v.name, *spec_of(v), bool(v.trainable)] for v in engine.weights.variables
             ],
-            "model": engine.extracted.graph.fingerprint(),
+            "model": engine.extracted.reader.whole.fingerprint(),
             "compiled": compiled,
             "data": dict(data),
         }

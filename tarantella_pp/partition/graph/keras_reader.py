@@ -161,7 +161,9 @@ def _read(model: Any, reader: _Reader) -> ExtractedModel:
             f"Outputs {passed_on} of model '{model.name}' are its inputs as they are, so no stage "
             "computes them. Leave them out of the outputs."
         )
-    variables = tuple({id(v): v for call in reader.calls for v in call.variables}.values())
+    found = {id(v): v for call in reader.calls for v in call.variables}
+    # As in a model with nothing opened, so that files of a run know them by their places
+    variables = tuple({v: found[v] for v in (*reader.order, *found) if v in found}.values())
     graph = graph_of(
         reader.tensors,
         reader.calls,
@@ -172,7 +174,7 @@ def _read(model: Any, reader: _Reader) -> ExtractedModel:
         assumed_size=reader.assumed_size,
     )
     if reader.limits is None:
-        reader.whole = graph
+        reader.whole, reader.order = graph, tuple(found)
     return ExtractedModel(
         model=model,
         graph=graph,
@@ -199,6 +201,8 @@ class _Reader:
         self.owned: set[int] = set()  # `id` of the model's variables
         self.knows_no_training = False
         self.whole: Any = None if before is None else before.whole
+        # Its variables, by `id`
+        self.order: tuple[int, ...] = () if before is None else before.order
         self._before = None if before is None else list(before.insides)
         self.insides: list[LayerInside] = []  # of layers with layers inside
         self.tensors: list[Tensor] = []  # an id is a position

@@ -137,7 +137,10 @@ def test_layers_are_opened_only_where_that_helps():
     closed = extract(model)
     assert [call.name for call in closed.calls if call.kind == "Block"] == ["block", "block:1"]
     assert all(node.flops_source == "analytic" for node in closed.graph.nodes)
-    parts = sum(node.flops for node in closed.at_level(12).graph.nodes)
+    finest = closed.at_level(12)
+    assert list(map(id, finest.variables)) == list(map(id, closed.variables))  # in checkpoints
+    assert finest.reader.whole is closed.graph
+    parts = sum(node.flops for node in finest.graph.nodes)
     assert parts == pytest.approx(sum(node.flops for node in closed.graph.nodes))
     assert make_plan(model, 2).node_names == tuple(call.name for call in closed.calls)
 

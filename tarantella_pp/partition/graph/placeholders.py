@@ -117,7 +117,7 @@ def _observed(operation: Any, args: Any, kwargs: dict[str, Any], tensors: list[A
     return MaskFlow(
         seen["outputs"],
         frozenset(id(t) for t, mask, stays in left if mask is not None and not stays),
-        tuple(spec.dtype for spec in tree.flatten(made)),
+        tuple(t.dtype for t in tree.flatten(made) if isinstance(t, keras.KerasTensor)),
     )
 
 

@@ -353,7 +353,7 @@ def row_of(name: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
         given = keras.tree.map_structure(np.asarray, model(x))
         draws = np.random.default_rng(3)
         y = keras.tree.map_structure(lambda value: draws.normal(size=np.shape(value)), given)
-        expected = trained(compiled(model, eager=True), x, y)
+        expected = trained(compiled(made(name), eager=True), x, y)
     except Exception as error:
         return {**row, "plain": told_error(error)}
 
@@ -392,7 +392,9 @@ def told(found: Any) -> str:
     """What became of a model, in a word or a number."""
     if isinstance(found, float):
         return "exact" if found < EXACT else f"{found:.0e}"
-    return "" if found is None else "refused"
+    if found is None:
+        return ""
+    return "refused" if found.startswith("UnsupportedModelError") else "fails"
 
 
 def why(row: dict[str, Any]) -> str:
@@ -402,6 +404,8 @@ def why(row: dict[str, Any]) -> str:
     reason = re.split("[:,.] ", errors[0])[0] if errors else ""
     if not errors and not all(map(is_exact, found)) and row.get("has batch statistics"):
         reason = "BatchNormalization takes statistics of a micro-batch"
+    elif not errors and not all(map(is_exact, found[:1])):
+        reason = "casts to float32 by itself"
     if is_exact(row.get("one micro-batch")):
         reason += "; one micro-batch: exact"
     return reason

@@ -134,7 +134,7 @@ class ReplicaSteps:
     def _prepared(self, name: str, batch: Batch) -> PreparedStep:
         """Traces a step and tries it out, before the first batch of a kind; takes all ranks."""
         ranks, what = self.communicator, f"{type(self._model).__name__}.{name}"
-        statistics = BatchStatistics()
+        statistics = BatchStatistics(self._model)
         traces: list[StepTrace] = []
 
         def trace() -> None:

@@ -143,7 +143,8 @@ def global_seed() -> Any:
     return None if generator is None else generator.state
 
 
-def _batch_norms(layer: Any) -> list[Any]:
+def batch_norms(layer: Any) -> list[Any]:
+    """The batch normalizations in a layer."""
     return [p for p in sublayers(layer) if isinstance(p, keras.layers.BatchNormalization)]
 
 
@@ -167,7 +168,7 @@ def _moments(norms: Iterable[Any], instead: Callable[[Any, Any, Any, Any], Any])
 @contextlib.contextmanager
 def reported_moments(layer: Any, report: Callable[..., bool]) -> Iterator[None]:
     """Tells what batch normalizations find in training."""
-    momenta = {part: part.momentum for part in _batch_norms(layer) if not part.renorm}
+    momenta = {part: part.momentum for part in batch_norms(layer) if not part.renorm}
 
     def told(part: Any, inputs: Any, mask: Any, found: Any) -> Any:
         mean, variance = found
@@ -204,7 +205,7 @@ def moments_known(layer: Any) -> Iterator[list[tuple[Any, Any]]]:
         taken.extend(zip(averages, moments, strict=True))
         return moments
 
-    with _moments(_batch_norms(layer), known):
+    with _moments(batch_norms(layer), known):
         yield taken
 
 

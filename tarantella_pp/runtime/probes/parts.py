@@ -154,7 +154,7 @@ class Outcome:
 
     values: list[Array]
     state: list[Array]
-    draws: list[tf.Tensor]
+    draws: Sequence[tf.Tensor]
 
 
 @dataclass(frozen=True)
@@ -206,11 +206,13 @@ class PartsProbe:
         written: Sequence[tf.Variable] = (),
         rows: int = _FEW,
         disturbed: float = 0.0,
+        read: Callable[[Sequence[tf.Tensor]], list[Array]] | None = None,
     ) -> None:
         operations = function.graph.get_operations()
         self._function, self._inputs, self._effects = function, list(inputs), effects
         self._draws = [op.outputs[0] for op in operations if DRAWS.match(op.type)]
-        self._wanted, self._count = [*fetches, *self._draws], len(fetches)
+        self._fetches = list(fetches)
+        self._read = read or _arrays_of  # makes values of what the function gives
         self._variables = list(written)
         self._disturbed = disturbed
         if disturbed:
@@ -219,8 +221,9 @@ class PartsProbe:
         self._dtypes = {tensor.dtype for op in operations for tensor in op.outputs}
         weights = sum(v.shape.num_elements() * v.dtype.size for v in function.graph.variables)
         found = {dtype.as_datatype_enum for dtype in self._dtypes}
-        tensors = sum(_bytes(tensor, rows) for op in operations for tensor in op.outputs)
-        small = weights <= _MOST_COPIED and tensors <= _MOST_COMPUTED
+        made = (tensor for op in operations for tensor in op.outputs)
+        small = bool(found & set(FLOAT64)) and weights <= _MOST_COPIED
+        small = small and sum(_bytes(tensor, rows) for tensor in made) <= _MOST_COMPUTED
         copied = any(v.dtype.as_datatype_enum in FLOAT32 for v in function.graph.variables)
         wider = (FLOAT64, FLOAT32) if small else () if copied else (FLOAT32,)
         self._ways: list[Mapping[int, int]] = [*(way for way in wider if found & set(way)), {}]
@@ -243,13 +246,17 @@ class PartsProbe:
         dtypes = {graph.dtype(dtype) for dtype in self._dtypes}
         self.tolerance = min(_COARSEST, _SHAPES * max(TOLERANCES.get(d, 0.0) for d in dtypes))
 
-        def compiled(given: Sequence[tf.Tensor]) -> Callable[..., list[tf.Tensor]]:
-            carved = graph.extract(given, self._wanted, self._effects)
+        def compiled(
+            given: Sequence[tf.Tensor],
+            wanted: Sequence[tf.Tensor],
+            effects: Sequence[tf.Operation] = (),
+        ) -> Callable[..., list[tf.Tensor]]:
+            carved = graph.extract(given, wanted, effects)
             specs = [tf.TensorSpec(tensor.shape, graph.dtype(tensor.dtype)) for tensor in given]
-            return unoptimized()(CompiledFunction(lambda *v: carved(*v), specs).__call__)
+            return unoptimized()(CompiledFunction(carved, specs).__call__)
 
-        self._run = compiled(self._inputs)
-        self._run_with = compiled([*self._inputs, *self._draws]) if self._draws else self._run
+        self._draw = compiled(self._inputs, self._draws) if self._draws else lambda *_: []
+        self._run = compiled([*self._inputs, *self._draws], self._fetches, self._effects)
 
     def compare(
         self,
@@ -283,7 +290,7 @@ class PartsProbe:
         whole = self._trial(given(samples, slice(0, rows)))
         places = samples.in_parts(sizes)
         each = [given(samples.of(own), own) for own in places]
-        axes = self._axes_of_draws(each[0], whole, start)
+        axes = self._axes_of_draws(each[0], whole)
         parts = []
         for tensors, own in zip(each, places, strict=True):
             drawn = [_of_rows(d, a, rows, own) for d, a in zip(whole.draws, axes, strict=True)]
@@ -306,12 +313,16 @@ class PartsProbe:
         """Whether the function draws random numbers."""
         return bool(self._draws)
 
-    def _trial(self, inputs: Sequence[tf.Tensor], draws: Sequence[tf.Tensor] = ()) -> Outcome:
+    def _trial(
+        self, inputs: Sequence[tf.Tensor], draws: Sequence[tf.Tensor] | None = None
+    ) -> Outcome:
         """Runs the function on some samples."""
-        run = self._run_with if draws else self._run
-        found = run(*map(self._graph.taken, inputs), *draws)
-        values = [array_of(tensor) for tensor in found[: self._count]]
-        return Outcome(values, self._state(), found[self._count :])
+        draws = self._drawn(inputs) if draws is None else draws
+        found = self._run(*map(self._graph.taken, inputs), *draws)
+        return Outcome(self._read(found), self._state(), draws)
+
+    def _drawn(self, inputs: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        return self._draw(*map(self._graph.taken, inputs))
 
     def _state(self) -> list[Array]:
         return [np.asarray(variable.numpy()) for variable in self._graph.written]
@@ -320,14 +331,9 @@ class PartsProbe:
         for variable, value in zip(self._graph.written, values, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
 
-    def _axes_of_draws(
-        self, fewer: Sequence[tf.Tensor], whole: Outcome, start: list[Array]
-    ) -> list[int | None]:
+    def _axes_of_draws(self, fewer: Sequence[tf.Tensor], whole: Outcome) -> list[int | None]:
         """Along which dimension random numbers belong to samples, if along any."""
-        if not self._draws:
-            return []
-        self._restore(start)
-        pairs = zip(whole.draws, self._trial(fewer).draws, strict=True)
+        pairs = zip(whole.draws, self._drawn(fewer), strict=True)
         return [next((i for i, n in enumerate(a.shape) if n != b.shape[i]), None) for a, b in pairs]
 
 
@@ -364,6 +370,15 @@ def array_of(tensor: tf.Tensor) -> Array:
         tensor = tf.cast(tensor, tf.float64)
     array: Array = tensor.numpy()
     return array
+
+
+def _arrays_of(tensors: Sequence[tf.Tensor]) -> list[Array]:
+    return list(map(array_of, tensors))
+
+
+def tensor_of(array: Array, dtype: tf.DType) -> tf.Tensor:
+    """The tensor that an array was made of; see `array_of`."""
+    return tf.cast(array[..., 0] + 1j * array[..., 1] if dtype.is_complex else array, dtype)
 
 
 def some_rows(tensor: Any, rows: int) -> Any:

@@ -32,16 +32,12 @@ from tarantella_pp.runtime.probes.parts import (
     Compared,
     PartsProbe,
     Samples,
+    array_of,
     kinds_of,
     rows_read,
+    tensor_of,
 )
-from tarantella_pp.runtime.stage.graph_functions import (
-    CompiledFunction,
-    FlatGradients,
-    SubgraphExtractor,
-    frontier,
-    unoptimized,
-)
+from tarantella_pp.runtime.stage.graph_functions import FlatGradients, frontier
 from tarantella_pp.runtime.stage.graph_split import has_effect
 from tarantella_pp.runtime.stage.side_effects import read_late
 from tarantella_pp.runtime.stage.stage_module import StageModule
@@ -97,9 +93,10 @@ class ProbeTrace:
         self._made: list[tuple[Call, list[tf.Tensor]]] = []
         self.weights: list[Any] = []  # that get a gradient
         self._seeds: list[tf.Tensor] = []
-        self._raw: list[tf.Tensor] = []  # their gradients, or the values of the slices of these
         self._lookups: dict[int, list[tf.Tensor]] = {}  # the indices of each, of sparse gradients
         self._moments: list[tuple[Any, tf.Tensor]] = []  # of batch normalizations
+        self._counts: list[int] = []  # how many of them each gradient has
+        self._directions = functools.cache(_direction)
         self._probes: dict[float, PartsProbe] = {}
         self.added_by: tuple[str, ...] = ()  # the layer that adds each added loss
         self.cut_off: list[Call] = []  # whose gradient would be lost between stages
@@ -114,10 +111,11 @@ class ProbeTrace:
 
     def _probe(self, disturbed: float = 0.0) -> PartsProbe:
         if disturbed not in self._probes:
-            fetches = [tensor for part in self._parts for tensor in part]
             self._probes[disturbed] = PartsProbe(
-                self.function, self._feeds, fetches, rows=self._rows, disturbed=disturbed
-            )
+                self.function, self._feeds, [tensor for part in self._parts for tensor in part],
+                rows=self._rows, disturbed=disturbed,
+                read=functools.partial(self._in_short, sum(map(len, self._parts[:3]))),
+            )  # fmt: skip
         return self._probes[disturbed]
 
     def compare(
@@ -146,19 +144,18 @@ class ProbeTrace:
         return [where, tf.constant(factors, keras.config.floatx()), *samples.tensors]
 
     def _kinds(self, found: Compared) -> StageKinds:
-        outputs, _, gradients, shortened, _ = map(len, self._parts)
-        begin = outputs + 1 + gradients
+        outputs, begin = len(self._parts[0]), sum(map(len, self._parts[:3]))
         values = [found.kinds(i) & {ROWS, SAME} for i in range(outputs)]
         values += [found.kinds(i, _SEEDS) & {ROWS, SUM} for i in range(outputs + 1, begin)]
         strange: list[int] = []
-        if shortened:
+        if self.weights:
             lengths = [trial.values[begin + 1] for trial in (found.whole, *found.parts)]
             longest = np.max(lengths, axis=0)
             # Beside which others are rounding.
             longest = np.maximum(longest, FLOOR * max(longest.max(), _SEEDS))
             pairs = enumerate(longest)
             strange = [i for i, size in pairs if SUM not in found.kinds_in(begin, i, float(size))]
-        place = iter(range(begin + shortened, len(found.whole.values)))
+        place = iter(range(begin + 2, len(found.whole.values)))
         fixed = {
             i: [rows_read(found, next(place), tensor.op in self._follows) for tensor in tensors]
             for i, tensors in self._lookups.items()
@@ -196,16 +193,17 @@ class ProbeTrace:
 
     def mixes_rarely(self, samples: Samples) -> bool:
         """Whether samples see sums over all of them that change something if these are others."""
-        outputs, _, given, shortened, _ = self._parts
+        outputs, _, given, raw, places = self._parts
         users = list(uses_of_sums(outputs, self._follows))
-        users += nonlinear_uses([*given, *self._raw], self._follows)
+        users += nonlinear_uses([*given, *raw], self._follows)
         sums = sums_of(users, self._follows)
         if not sums:
             return sums is None
         inputs = self._placed(samples, 0, np.zeros(len(self.added_by)))
         made = PartsProbe(self.function, self._feeds, sums, rows=self._rows).run(inputs)
-        fetches, feeds = [*outputs, *given, *shortened], [*self._feeds, *sums]
-        probe = PartsProbe(self.function, feeds, fetches, rows=self._rows)
+        fetches, feeds = [*outputs, *given, *raw, *places], [*self._feeds, *sums]
+        read = functools.partial(self._in_short, len(outputs) + len(given))
+        probe = PartsProbe(self.function, feeds, fetches, rows=self._rows, read=read)
         pairs = list(zip(sums, made.values, strict=True))
         moved = [[*inputs, *(_moved(*pair, by) for pair in pairs)] for by in _MOVES]
         honest, *others = [probe.run(tensors).values for tensors in moved]
@@ -222,11 +220,14 @@ class ProbeTrace:
 
     def outputs(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The stage's outputs for some inputs, as it hands them on."""
-        axes = self._module.boundary.axes_of(p.tensor for p in self._module.boundary.outputs)
-        carved = SubgraphExtractor(self.function).extract(self._feeds[2:], self._parts[0])
-        specs = [tf.TensorSpec(feed.shape, feed.dtype) for feed in self._feeds[2:]]
-        compiled = CompiledFunction(lambda *values: carved(*values), specs)
-        return samples_back(list(unoptimized()(compiled.__call__)(*inputs)), axes)
+        outputs, boundary = self._parts[0], self._module.boundary
+        probe = self._probes.get(0.0) or PartsProbe(
+            self.function, self._feeds, outputs, rows=self._rows
+        )
+        given = self._placed(Samples(self._rows, inputs), 0, np.zeros(len(self.added_by)))
+        pairs = zip(outputs, probe.run(given).values, strict=False)
+        made = [tensor_of(value, output.dtype) for output, value in pairs]
+        return samples_back(made, boundary.axes_of(port.tensor for port in boundary.outputs))
 
     def first_other(self, other: ProbeTrace, inputs: Sequence[tf.Tensor]) -> Call | None:
         """The first of the stage's calls whose result is another one as it is traced there."""
@@ -266,18 +267,42 @@ class ProbeTrace:
 
     def reads(self, variable: tf.Variable) -> bool:
         """Whether what the stage computes follows from the value of a variable."""
-        outputs, added, given, *_ = self._parts
-        return _read([*outputs, *added, *given, *self._raw], self._handles([variable]))
+        return _read(self._computed, self._handles([variable]))
 
     def read_late(self) -> Any | None:
         """A moving average that results follow from once the stage has written it."""
-        outputs, added, given, *_ = self._parts
-        return read_late(self.function, self._moments, [*outputs, *added, *given, *self._raw])
+        return read_late(self.function, self._moments, self._computed)
+
+    @property
+    def _computed(self) -> list[tf.Tensor]:
+        """Outputs, added losses and gradients."""
+        return [tensor for part in self._parts[:4] for tensor in part]
 
     def _handles(self, variables: Sequence[tf.Variable]) -> set[Any]:
         outside = {id(variable.handle) for variable in variables}
         captures = self.function.graph.captures
         return {handle.ref() for outer, handle in captures if id(outer) in outside}
+
+    @np.errstate(all="ignore")  # gradients of made-up samples may be no numbers
+    def _in_short(self, first: int, found: Sequence[tf.Tensor]) -> list[Array]:
+        """What a trial gives, but of gradients, which may be large, a product and the length."""
+        last = first + len(self.weights)
+        places = list(map(array_of, found[last:]))
+        lookups, products, lengths = iter(places), [], []
+        pairs = zip(self.weights, self._counts, found[first:last], strict=True)
+        for weight, count, tensor in pairs:
+            array = tensor.numpy()
+            array = array.astype(np.promote_types(array.dtype, np.float32), copy=False).real
+            shape = tuple(weight.shape) or (1,)
+            values = array.reshape(-1, math.prod(shape[1:]))
+            left = self._directions(shape[0], 1.3, 0.5, values.dtype)
+            if count:  # of slices
+                left = left[np.concatenate([next(lookups).ravel() for _ in range(count)])]
+            right = self._directions(values.shape[1], 1.7, 1.0, values.dtype)
+            products.append(left @ (values @ right))
+            lengths.append(np.linalg.norm(values))
+        in_short = [np.array(numbers, np.float64) for numbers in (products, lengths)]
+        return [*map(array_of, found[:first]), *in_short, *places]
 
     def first_call(self, samples: Samples, sizes: Sequence[int] = (1, 2)) -> Call | None:
         """The first of the stage's calls whose result for some samples changes with others."""
@@ -304,12 +329,13 @@ class ProbeTrace:
         pairs = zip(module.accumulator.weights, gradients, strict=False)
         found = [(weight, gradient) for weight, gradient in pairs if gradient is not None]
         self.weights = [weight for weight, _ in found]
-        self._raw = [g.values if isinstance(g, tf.IndexedSlices) else g for _, g in found]
+        raw = [g.values if isinstance(g, tf.IndexedSlices) else g for _, g in found]
         self.added_by = module.added_by[self._training]
-        shortened = _in_short(self.weights, [gradient for _, gradient in found])
         self._lookups = FlatGradients(gradients).lookups
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        self._counts = [len(self._lookups.get(i, ())) for i in present]
         places = [indices for each in self._lookups.values() for indices in each]
-        self._parts = [list(outputs), [added], given, shortened, places]
+        self._parts = [list(outputs), [added], given, raw, places]
         return added
 
     def _observe(self, call: Call, results: Sequence[Any]) -> None:
@@ -414,33 +440,16 @@ def _pattern(tensor: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
     """Numbers of both signs with no simple relation; zeros where rows do not belong to samples."""
     if not tensor.shape.rank:
         return tf.zeros_like(tensor)
-    size, samples = tf.size(tensor), place[1]
-    begin = place[0] * (size // samples)
+    # All stages are tried out in this way, so it has few operations.
+    (first, samples), shape = tf.unstack(place), tf.shape(tensor)
+    size = tf.size(tensor)
+    begin = first * (size // samples)
     wave = tf.cos(1.7 * tf.cast(tf.range(begin, begin + size), tf.float64) + 1.0)
-    wave *= tf.cast(tf.shape(tensor)[0] % samples == 0, tf.float64)
-    return tf.reshape(tf.cast(wave, tensor.dtype), tf.shape(tensor))
+    wave *= tf.cast(tf.unstack(shape)[0] % samples == 0, tf.float64)
+    return tf.reshape(tf.cast(wave, tensor.dtype), shape)
 
 
-def _in_short(weights: Sequence[Any], gradients: Sequence[Any]) -> list[tf.Tensor]:
-    """Products of gradients with a fixed direction, and their lengths: large ones are not kept."""
-    if not gradients:
-        return []
-    doubles = any(gradient.dtype == tf.float64 for gradient in gradients)
-    dtype = tf.float64 if doubles else tf.float32
-    direction = functools.cache(functools.partial(_direction, dtype))
-    products, squares = [], []
-    for weight, gradient in zip(weights, gradients, strict=True):
-        rows, columns = weight.shape[0] if len(weight.shape) else 1, math.prod(weight.shape[1:])
-        left, right = direction(rows, 1.3, 0.5), direction(columns, 1.7, 1.0)
-        values = gradient
-        if isinstance(gradient, tf.IndexedSlices):
-            values, left = gradient.values, tf.gather(left, gradient.indices)
-        values = tf.reshape(tf.cast(values, dtype), [-1, columns])
-        products.append(tf.matmul(left, tf.matmul(values, right), transpose_a=True))
-        squares.append(tf.nn.l2_loss(values))
-    return [tf.concat(products, 0), tf.sqrt(2 * tf.stack(squares))]
-
-
-def _direction(dtype: tf.DType, size: int, pace: float, start: float) -> tf.Tensor:
-    """A column of numbers of both signs with no simple relation between them."""
-    return tf.constant(np.cos(pace * np.arange(size) + start)[:, np.newaxis], dtype)
+def _direction(size: int, pace: float, start: float, dtype: np.dtype[Any]) -> Array:
+    """Numbers of both signs with no simple relation between them."""
+    numbers: Array = np.cos(pace * np.arange(size) + start)
+    return numbers.astype(dtype)

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.internals.functional import layer_metrics, sublayers
-from tarantella_pp.internals.training import reported_moments, running_states
+from tarantella_pp.internals.training import batch_norms, reported_moments, running_states
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.process_groups import ReplicaExchange
@@ -34,8 +34,16 @@ class BatchStatistics:
     and inside of loops. So are all where something reads the new averages, of the one micro-batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layer: Any) -> None:
         self.waits = True  # for the end of the step
+        # Made before anything is traced: TensorFlow traces twice what makes variables.
+        self._unused = {
+            id(part): _nothing_seen(
+                part, tf.as_dtype(keras.backend.result_type(part.compute_dtype, "float32"))
+            )
+            for part in batch_norms(layer)
+            if part.built
+        }
         self._seen: dict[tuple[int, int], tf.Variable] = {}
         self._layers: list[Any] = []
         self._update: Any = None  # compiled once it is known what has been seen
@@ -95,9 +103,10 @@ class BatchStatistics:
             seen.assign(tf.zeros_like(seen))
 
     def _add(self, key: tuple[int, int], part: Any, dtype: tf.DType) -> None:
-        with tf.init_scope():
-            channels = part.moving_mean.shape[0]
-            self._seen[key] = tf.Variable(tf.zeros([3, channels], dtype), trainable=False)
+        seen = self._unused.pop(id(part), None)
+        if seen is None or seen.dtype != dtype:  # it is called again, or with other numbers
+            seen = _nothing_seen(part, dtype)
+        self._seen[key] = seen
         self._layers.append(part)
         self._update = None
 
@@ -110,6 +119,11 @@ class BatchStatistics:
                 new = old * part.momentum + value * (1.0 - part.momentum)
                 average.assign(tf.where(count > 0, new, old))
             seen.assign(tf.zeros_like(seen))
+
+
+def _nothing_seen(part: Any, dtype: tf.DType) -> tf.Variable:
+    with tf.init_scope():
+        return tf.Variable(tf.zeros([3, part.moving_mean.shape[0]], dtype), trainable=False)
 
 
 def _merged(first: Sequence[tf.Tensor], second: Sequence[tf.Tensor]) -> tf.Tensor:

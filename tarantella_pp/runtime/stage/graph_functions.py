@@ -117,7 +117,6 @@ class SubgraphExtractor:
         inner = [name for name in dict.fromkeys(names) if name not in fed]
         wanted = [*inner, *(f"{op.name}:0" for op in effects)]
         nodes, used = self._needed(wanted, {*fed, *self._captures})
-        part = self._part(nodes, first or {})
 
         def call(*values: tf.Tensor) -> list[tf.Tensor]:
             given = dict(zip(fed, values, strict=True))
@@ -125,6 +124,7 @@ class SubgraphExtractor:
             graph = tf.compat.v1.get_default_graph()
             known = {n: graph.capture(v) for n, v in self._captures.items() if n in used}
             known |= {name: value for name, value in given.items() if name in used}
+            part = self._part(nodes, first or {})  # made only of what is called
             imported = tf.graph_util.import_graph_def(
                 part, input_map=known, return_elements=inner, name="part"
             )

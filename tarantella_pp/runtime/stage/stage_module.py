@@ -112,7 +112,7 @@ class StageModule:
         self.boundary = boundary
         self.layer = StageLayer(calls, boundary)
         self.accumulator = GradientAccumulator(self.layer.trainable_variables)
-        self.statistics = BatchStatistics()
+        self.statistics = BatchStatistics(self.layer)
         # The layers that add losses in training, and otherwise; known once it has run.
         self.added_by: dict[bool, tuple[str, ...]] = {True: (), False: ()}
         # Variables of layers' metrics that are means, in training and otherwise: a micro-batch

@@ -40,7 +40,7 @@ __all__ = [*_MODULE_OF, *_MODULES, "__version__"]
 def __getattr__(name: str) -> Any:
     """Loads a public name when it is first used (PEP 562)."""
     if name in _MODULE_OF or name in _MODULES:
-        from tarantella_pp.dependencies import needed_for
+        from tarantella_pp.errors import needed_for
 
         with needed_for(f"tarantella_pp.{name}"):
             module = importlib.import_module(f"tarantella_pp.{_MODULE_OF.get(name, name)}")

@@ -1,8 +1,9 @@
-"""The exceptions of this library: one base class, one class for each kind of mistake."""
+"""The exceptions of this library: one class for each kind of mistake; what names them well."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -84,3 +85,34 @@ def checked_count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
         raise ConfigurationError(f"Expected a positive integer. Received: {name}={value!r}")
     return int(value.__index__())
+
+
+# How to install what the package can be used without.
+INSTALL = {
+    "tensorflow": "`pip install tensorflow-cpu`, or `pip install 'tensorflow[and-cuda]'` for GPUs",
+    "keras": "`pip install keras`",
+}
+
+
+@contextlib.contextmanager
+def needed_for(what: str) -> Iterator[None]:
+    """Runs imports; a package that is missing is an error that says what to do."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in INSTALL:
+            raise
+        raise MissingDependencyError(
+            f"{what} needs {package}, which is not installed here: {INSTALL[package]}."
+        ) from error
+
+
+def version_of(distribution: str) -> str | None:
+    """Returns the version of an installed distribution, without importing it."""
+    from importlib import metadata  # loads more modules than all else of `import tarantella_pp`
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

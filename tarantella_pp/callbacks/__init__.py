@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tarantella_pp.dependencies import needed_for
+from tarantella_pp.errors import needed_for
 
 if TYPE_CHECKING:
     from tarantella_pp.callbacks.checkpoint import Checkpoint

@@ -19,15 +19,15 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+from tarantella_pp.callbacks.checkpoint_folder import DataPosition, Manifest
 from tarantella_pp.callbacks.checkpoint_reader import RestoredState, newest_whole
 from tarantella_pp.callbacks.checkpoint_writer import CheckpointWriter
-from tarantella_pp.callbacks.manifest import DataPosition, Manifest
 from tarantella_pp.callbacks.run_facts import (
     configs_of,
     facts_of,
     refuse_others,
-    versions,
 )
 from tarantella_pp.errors import ConfigurationError, checked_count
 from tarantella_pp.internals.data import (
@@ -154,11 +154,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     @contextlib.contextmanager
     def _noting_sigterm(self) -> Iterator[None]:
-        """Notes SIGTERM instead of ending at once.
-
-        A second one changes nothing: Slurm sends it to all processes of a job, and the launcher
-        passes it on besides. What came too late to be acted upon takes its usual effect afterwards.
-        """
+        """Notes SIGTERM, also twice; what came too late to be acted upon takes effect after it."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -346,7 +342,7 @@ class Checkpoint(keras.callbacks.Callback):
             "callbacks": self._merged(states),
             "plan": json.loads(model.plan.to_json()),
             **self._configs,
-            "versions": versions(),
+            "versions": {"keras": keras.__version__, "tensorflow": tf.__version__},
             "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
         self._writer.write(own, state)

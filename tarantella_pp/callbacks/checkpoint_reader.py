@@ -10,8 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from tarantella_pp.callbacks.checkpoint_folder import checkpoints_in, damages, put_back
-from tarantella_pp.callbacks.manifest import MANIFEST, Manifest, read_manifest
+from tarantella_pp.callbacks.checkpoint_folder import (
+    MANIFEST,
+    Manifest,
+    checkpoints_in,
+    damages,
+    put_back,
+    read_manifest,
+)
 from tarantella_pp.callbacks.tensor_file import TensorFile, sha256_of
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
 from tarantella_pp.runtime.comm.communicator import Communicator

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tarantella_pp.callbacks import checkpoint_folder
-from tarantella_pp.callbacks.manifest import FORMAT, Manifest, SavedFile, SavedTensor
+from tarantella_pp.callbacks.checkpoint_folder import FORMAT, Manifest, SavedFile, SavedTensor
 from tarantella_pp.callbacks.tensor_file import write_tensors
 from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.runtime.comm.communicator import Communicator

@@ -65,11 +65,7 @@ def checkpoint_of(callbacks: Any) -> Checkpoint | None:
 def callbacks_of_rank(
     callbacks: Any, model: Any, communicator: Communicator, checkpoint: Checkpoint | None = None
 ) -> Any:
-    """Makes of the callbacks of a call those that this rank runs.
-
-    What every rank would write once runs on the last one only. All others run on every rank, with
-    the same logs. A `Checkpoint` comes last: it writes what the others have set.
-    """
+    """Makes of the callbacks of a call those that this rank runs, with the same logs on all."""
     if communicator.size == 1 and checkpoint is None:
         return callbacks
     found = [callback for callback in listed(callbacks) if not isinstance(callback, Checkpoint)]
@@ -80,7 +76,7 @@ def callbacks_of_rank(
         found.append(Lockstep(communicator, checkpoint))
     if checkpoint is not None:
         checkpoint.follow(found)
-        found.append(checkpoint)
+        found.append(checkpoint)  # the last one: it writes what the others have set
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return keras.callbacks.CallbackList(found, model=model, **callbacks.params)
     return found
@@ -157,17 +153,12 @@ def _gathering(board: keras.callbacks.TensorBoard, model: Any, *, follows: bool)
     return keras.callbacks.LambdaCallback(on_epoch_end=gather)
 
 
+# After each step every rank votes: whether it wants to stop, and its learning rate. The votes of
+# the step before count, which have come ahead of this step's gradients, so that nobody waits. Only
+# ranks that want to stop wait for the votes of this step: where all want to they stop at once, and
+# where one does, all stop a step later.
 class Lockstep(keras.callbacks.Callback):
-    """Stops all ranks after the same step, and refuses learning rates that differ.
-
-    A rank's clock or a file may tell it alone to stop, and what callbacks set on one rank only is
-    not known to the others. So after each step every rank votes: whether it wants to stop, and its
-    learning rate. The votes of the step before count, which have come ahead of this step's
-    gradients, so that nobody waits. Only ranks that want to stop wait for the votes of this step:
-    where all want to they do so at once, and where one does, all do so a step later.
-
-    It is the last of a rank's callbacks, to see what the others have set.
-    """
+    """Stops all ranks after the same step, and refuses learning rates that differ."""
 
     def __init__(self, communicator: Communicator, checkpoint: Checkpoint | None = None) -> None:
         super().__init__()

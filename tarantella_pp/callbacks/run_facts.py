@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from tarantella_pp.callbacks.manifest import Manifest
+from tarantella_pp.callbacks.checkpoint_folder import Manifest
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.optimizers import wrapped_in
 from tarantella_pp.internals.state import compiled_with
@@ -78,11 +77,6 @@ def refuse_others(
             "was written with, or give this run a directory of its own; `tarantella checkpoint "
             "convert` makes a file of weights to begin with."
         )
-
-
-def versions() -> dict[str, str]:
-    """The versions of the packages that numbers depend on."""
-    return {"keras": keras.__version__, "tensorflow": tf.__version__}
 
 
 def as_json(value: Any) -> Any:

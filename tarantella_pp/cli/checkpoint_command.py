@@ -19,7 +19,7 @@ from tarantella_pp.cli.output import (
 from tarantella_pp.errors import ConfigurationError, FileError
 
 if TYPE_CHECKING:
-    from tarantella_pp.callbacks.manifest import Manifest
+    from tarantella_pp.callbacks.checkpoint_folder import Manifest
 
 HELP = "the directory that a Checkpoint callback was given, or one checkpoint in it"
 _ENDINGS = (".keras", ".weights.h5")
@@ -45,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _found_in(directory: str) -> list[Path]:
     """The checkpoints that a DIRECTORY names, the newest first."""
-    from tarantella_pp.callbacks.checkpoint_folder import checkpoints_in
-    from tarantella_pp.callbacks.manifest import MANIFEST
+    from tarantella_pp.callbacks.checkpoint_folder import MANIFEST, checkpoints_in
 
     path = Path(directory)
     siblings = checkpoints_in(path.parent)  # a damaged one has no manifest to be known by
@@ -61,7 +60,7 @@ def _found_in(directory: str) -> list[Path]:
 
 def _show(arguments: argparse.Namespace) -> int:
     """Prints a table of all checkpoints, and the contents of the newest one that can be read."""
-    from tarantella_pp.callbacks.manifest import read_manifest
+    from tarantella_pp.callbacks.checkpoint_folder import read_manifest
 
     read: dict[Path, Manifest | str] = {}
     for path in _found_in(arguments.directory):
@@ -131,8 +130,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _newest_whole(folders: list[Path]) -> tuple[Path, Manifest]:
-    from tarantella_pp.callbacks.checkpoint_folder import damages
-    from tarantella_pp.callbacks.manifest import read_manifest
+    from tarantella_pp.callbacks.checkpoint_folder import damages, read_manifest
 
     for folder in folders:
         if not any(damages(folder)):

@@ -23,7 +23,7 @@ import msgspec
 from tarantella_pp.cli.doctor_probe import this_host
 from tarantella_pp.cli.output import table, write_table
 from tarantella_pp.cli.run_command import add_reach
-from tarantella_pp.dependencies import INSTALL
+from tarantella_pp.errors import INSTALL
 from tarantella_pp.launch import hosts
 from tarantella_pp.partition.graph.units import count
 

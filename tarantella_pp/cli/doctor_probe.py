@@ -30,7 +30,7 @@ def _tell(found: dict[str, Any]) -> None:
 
 def this_host() -> dict[str, Any]:
     """Returns versions, cores and GPUs of this host."""
-    from tarantella_pp.dependencies import version_of
+    from tarantella_pp.errors import version_of
     from tarantella_pp.launch.mpi_launchers import library_version
     from tarantella_pp.launch.resources import cores_of_node, visible_gpus
 

@@ -21,12 +21,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tarantella_pp.cli.output import existing_file
-from tarantella_pp.dependencies import needed_for
 from tarantella_pp.errors import (
     ConfigurationError,
     MissingDependencyError,
     PlanError,
     UnsupportedModelError,
+    needed_for,
 )
 from tarantella_pp.launch.cause import describe
 

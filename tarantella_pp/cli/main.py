@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     try:
         if arguments == ["--version"] and not explicit:  # looking it up takes longer than all else
-            from tarantella_pp.dependencies import version_of
+            from tarantella_pp.errors import version_of
 
             sys.stdout.write(f"tarantella-pp {version_of('tarantella-pp') or '(not installed)'}\n")
             return 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,11 +46,6 @@ def _plain(text: str) -> str:
     """Spells out control characters, which a name in a file may have to fool a terminal."""
     safe = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     return text if text.isprintable() else "".join(safe)
-
-
-def write_json(value: Any) -> None:
-    """Writes a value to stdout as JSON."""
-    sys.stdout.write(f"{json.dumps(value, indent=1, allow_nan=False)}\n")
 
 
 def write_table(*parts: Any) -> None:

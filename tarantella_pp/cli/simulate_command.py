@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shutil
+import sys
 from typing import Any
 
 import msgspec
 
 from tarantella_pp.cli import inputs
-from tarantella_pp.cli.output import table, write_json, write_table
+from tarantella_pp.cli.output import table, write_table
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.graph.units import (
     count,
@@ -76,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     balance = simulation.without_messages().step(arguments.ranks).bubble_fraction
     if arguments.json:
         found = _as_dict(simulation, step, point, curve)
-        write_json({**found, "bubble_without_messages": balance})
+        found["bubble_without_messages"] = balance
+        sys.stdout.write(f"{json.dumps(found, indent=1, allow_nan=False)}\n")
         return 0
     write_table(*_summary(simulation, step, point, balance), _rank_table(step))
     if arguments.timeline:

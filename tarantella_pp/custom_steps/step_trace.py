@@ -45,11 +45,7 @@ class Update:
 
 
 class StepTrace:
-    """A step, traced for tensors of some shapes.
-
-    Nothing is applied in it: optimizers hand over their gradients, and the step goes on as if the
-    weights had been updated. `StepProgram` cuts it there.
-    """
+    """A step, traced as if weights were updated where optimizers hand over their gradients."""
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import keras
 import numpy as np
@@ -98,15 +99,11 @@ class _ResumedEpochs(trainer.TFEpochIterator):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def starting_anywhere(model: Any) -> Iterator[None]:
-    """Surrounds a `fit` that may begin with a later epoch and step; the next one is as ever.
-
-    Keras' loop makes its iterator itself, so ours stands in its place as long as the `fit` runs.
-    """
-    original, trainer.TFEpochIterator = trainer.TFEpochIterator, _ResumedEpochs
+    """Surrounds a `fit` that may begin with a later epoch and step; the next one is as ever."""
     try:
-        yield
+        with mock.patch.object(trainer, "TFEpochIterator", _ResumedEpochs):
+            yield
     finally:
-        trainer.TFEpochIterator = original
         model._initial_epoch = None
 
 

@@ -75,10 +75,7 @@ def runs_its_graph(model: Any) -> bool:
 
 
 def _hands_calls_on(model: Any) -> bool:
-    """Whether a `__call__` of the model's class, if it has one, at most looks at what it is given.
-
-    It is tried: Keras' own takes the place of the one behind it, and must get and give all as is.
-    """
+    """Whether a `__call__` of the model's class, if there is one, only looks at what it gets."""
     kind, network = type(model), network_of(model)
     if kind.__call__ is keras.layers.Layer.__call__:
         return True
@@ -92,6 +89,7 @@ def _hands_calls_on(model: Any) -> bool:
         handed.append((layer, *given, *kwargs.items()))
         return outputs
 
+    # The one behind it must get all as it is given, and what that returns must come back as it is.
     with mock.patch.object(keras.layers.Layer, "__call__", behind):
         try:
             returned = model(inputs, training=True)

@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import keras
 import tensorflow as tf
@@ -35,10 +36,7 @@ def repeats_itself(layer: Any) -> bool:
 
 @contextlib.contextmanager
 def functions_inside(are_inlined: bool) -> Iterator[None]:
-    """Has each `tf.function` that is called run as the code that it is made of, or not.
-
-    It would keep what it is traced with, placeholders in place of variables, for later calls.
-    """
+    """Has each `tf.function` run as its code, for it would keep placeholders for later calls."""
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(are_inlined)
     try:
@@ -59,11 +57,8 @@ def layer_calls(handler: CallHandler) -> Iterator[None]:
             return original(layer, *args, **kwargs)
         return handler(original, layer, args, kwargs)
 
-    keras.layers.Layer.__call__ = call
-    try:
+    with mock.patch.object(keras.layers.Layer, "__call__", call):
         yield
-    finally:
-        keras.layers.Layer.__call__ = original
 
 
 class GlueScope(keras.StatelessScope):  # type: ignore[misc]

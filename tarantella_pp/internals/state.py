@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
+from unittest import mock
 
 import keras
 import numpy as np
@@ -54,11 +55,8 @@ class Place(NamedTuple):
 
 
 def slots_of(optimizer: Any) -> list[Slot]:
-    """The slots of an optimizer, in the order in which it saves them.
-
-    Optimizers of Keras keep them in lists with an entry for each weight that they train, in the
-    order in which they were built; others belong to the optimizer as a whole.
-    """
+    """The slots of an optimizer, in the order in which it saves them."""
+    # Lists have an entry for each weight; all other variables belong to the optimizer as a whole.
     slots: dict[int, Slot] = {}
     for number, part in enumerate(parts_of(optimizer)):
         weights = trained_by(part)
@@ -93,10 +91,7 @@ def trained_by(optimizer: Any) -> list[Any]:
 
 
 def rebuild(optimizer: Any, weights: Sequence[Any]) -> None:
-    """Makes an optimizer one for other weights; what it knows of weights that it had, it keeps.
-
-    It stays the same object, with all its options and the number of its steps.
-    """
+    """Makes an optimizer one for other weights; it keeps its options, steps, and what it knows."""
     built, values = optimizer.built, _take_down(optimizer)
     _build(optimizer, weights, values, built)
 
@@ -152,11 +147,7 @@ def forget_functions(model: Any) -> None:
 
 
 def drop_value(variable: Any) -> None:
-    """Gives back the memory of a variable; its TensorFlow variable stays the same.
-
-    What has captured that one, a traced function of another model for example, has the true value
-    again after `give_value`, and fails for its shape before.
-    """
+    """Gives back a variable's memory; what has captured it fails until it has a value again."""
     tf.raw_ops.AssignVariableOp(
         resource=variable._value.handle,
         value=tf.zeros([0], variable._value.dtype),
@@ -189,22 +180,26 @@ def initializer_of(variable: Any) -> Any:
 def variables_without_values(made: list[Any]) -> Iterator[dict[int, Any]]:
     """Lets variables be made that have shapes and initializers, but no memory."""
     name = "uninitialized_variables"
-    before = global_state.get_global_attribute(name, [])
-    global_state.set_global_attribute(name, [])
-    try:
-        with keras.StatelessScope(initialize_variables=False) as scope:
-            yield scope.state_mapping
-    finally:  # or the next scope to end gives them their memory
-        made += global_state.get_global_attribute(name, [])
-        global_state.set_global_attribute(name, before)
+    with _global_attribute(name, []):  # or the next scope to end gives them their memory
+        try:
+            with keras.StatelessScope(initialize_variables=False) as scope:
+                yield scope.state_mapping
+        finally:
+            made += global_state.get_global_attribute(name, [])
 
 
 @contextlib.contextmanager
 def outside_stateless_scopes() -> Iterator[None]:
     """Lets variables be made and read as if no stateless scope were open."""
-    name = "stateless_scope"
+    with _global_attribute("stateless_scope", None):
+        yield
+
+
+@contextlib.contextmanager
+def _global_attribute(name: str, value: Any) -> Iterator[None]:
+    """Has Keras find another value in its global state for a while."""
     before = global_state.get_global_attribute(name)
-    global_state.set_global_attribute(name, None)
+    global_state.set_global_attribute(name, value)
     try:
         yield
     finally:
@@ -225,11 +220,8 @@ def given_values_kept() -> Iterator[None]:
         with outside_stateless_scopes():
             make(self, initializer, *args, **kwargs)
 
-    maker.__init__ = made
-    try:
+    with mock.patch.object(maker, "__init__", made):
         yield
-    finally:
-        maker.__init__ = make
 
 
 _traced = contextvars.ContextVar("_traced", default=False)

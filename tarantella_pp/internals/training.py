@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import keras
 import tensorflow as tf
@@ -232,19 +233,13 @@ def updates_taken(take: Callable[[Any, Any, Any], None]) -> Iterator[None]:
 
         return apply
 
-    every = dict.fromkeys(
-        p for kind in [BaseOptimizer, *_below(BaseOptimizer)] for p in kind.__mro__
-    )
-    originals = {
-        kind: vars(kind)["apply"] for kind in every if "apply" in vars(kind)
-    }  # mixins, too
-    try:
-        for kind, original in originals.items():
-            kind.apply = instead(original)
+    every = {base for kind in [BaseOptimizer, *_below(BaseOptimizer)] for base in kind.__mro__}
+    with contextlib.ExitStack() as stack:
+        for kind in every:  # mixins, too
+            if "apply" in vars(kind):
+                apply = instead(vars(kind)["apply"])
+                stack.enter_context(mock.patch.object(kind, "apply", apply))
         yield
-    finally:
-        for kind, original in originals.items():
-            kind.apply = original
 
 
 def variables_for(optimizer: Any, trainable_variables: Any) -> list[Any]:

@@ -61,12 +61,7 @@ def number_of(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """Reads off the environment whether a launcher started this process, without touching MPI.
-
-    A shell inside a job passes on the variables of its own launcher, beside the variables of
-    the launcher in use. The largest number counts: MPI itself corrects one that is too large; with
-    one that is too small each process would train alone.
-    """
+    """Reads off the environment whether a launcher started this process, without touching MPI."""
     environ = os.environ if environ is None else environ
     ours = environ.get(SIZE_VARIABLE, "")
     if ours.isdecimal():
@@ -77,6 +72,8 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
         if environ.get(name, "").isdecimal() and companion in environ
     ]
     found += [Launch("a launcher", None, name) for name in _SIZELESS if name in environ]
+    # A shell inside a job passes on its own launcher's variables, too. The largest number counts:
+    # MPI corrects one that is too large; with one too small each process would train alone.
     return max(found, key=lambda launch: launch.size or 0, default=None)
 
 
@@ -96,17 +93,13 @@ def needed_elsewhere(given: Mapping[str, str]) -> list[str]:
 
 
 def allocator_variables() -> dict[str, str]:
-    """Returns the thresholds that keep freed tensors in the process.
-
-    By default glibc maps blocks from 128 KiB on afresh and gives freed memory back, and the
-    kernel clears each page again at the next step: for tensors of 4 MB a page fault
-    every 4 KiB, five times the cost of writing them. Older versions than 2.36 silently
-    ignore a threshold over 32 MiB.
-    """
+    """Returns the thresholds that keep freed tensors in the process."""
+    # By default glibc gives freed blocks from 128 KiB on back, and the kernel clears each page
+    # again at the next step: for tensors of 4 MB five times the cost of writing them.
     library, version = platform.libc_ver()
     if library != "glibc":
         return {}
-    recent = tuple(int(part) for part in version.split(".")[:2]) >= (2, 36)
+    recent = tuple(map(int, version.split(".")[:2])) >= (2, 36)  # others ignore more than 32 MiB
     return {
         "MALLOC_MMAP_THRESHOLD_": str((256 if recent else 32) << 20),
         "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
@@ -114,13 +107,9 @@ def allocator_variables() -> dict[str, str]:
 
 
 def product_variables() -> dict[str, str]:
-    """Returns what has TensorFlow multiply matrices with oneDNN, as it does where there is AVX-512.
-
-    On cores with AVX2 alone it does not by itself. There a product with the transpose of weights,
-    by which gradients go back through a dense layer, takes up to six times as long for few rows,
-    as each micro-batch lays out all weights anew. With oneDNN TensorFlow also takes memory from an
-    allocator of its own, which gives none back to the system, hence the second variable.
-    """
+    """Returns what has TensorFlow multiply matrices with oneDNN, as it does if there is AVX-512."""
+    # On cores with AVX2 alone a product with the transpose of weights takes up to six times as long
+    # for few rows without it. Its own allocator gives no memory back: hence the second variable.
     if platform.machine() != "x86_64":
         return {}
     return {"TF_ENABLE_ONEDNN_OPTS": "1", "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}

@@ -79,11 +79,7 @@ class Guard:
 
 
 def install(rank: int, size: int, abort: Callable[[int], object]) -> None:
-    """Makes an uncaught exception of this rank end the whole job.
-
-    To be called on every rank when MPI is first used. Does nothing under `tarantella`, which has
-    done so before the script began, and in a job of one rank.
-    """
+    """Makes an uncaught exception of this rank end the job, as it does under `tarantella`."""
     if _guard is not None or size == 1:
         return
 

@@ -66,11 +66,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 def place(
     hosts: Sequence[Host], num_ranks: int | None = None, per_node: int | None = None
 ) -> tuple[HostRanks, ...]:
-    """Returns which ranks run on which host: one host after the other is filled.
-
-    So neighbours in a pipeline are on one host where they can be, and of a pipeline's links as few
-    as possible cross the network.
-    """
+    """Fills one host after the other, so that few of a pipeline's links cross the network."""
     limited = any(host.slots is not None for host in hosts)
     if per_node is not None:
         wrong = [host for host in hosts if host.slots is not None and host.slots < per_node]

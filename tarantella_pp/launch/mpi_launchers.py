@@ -118,11 +118,7 @@ class Mpich(Launcher):
 
 
 class OpenMpi(Launcher):
-    """Open MPI.
-
-    It refuses more ranks than cores and the root user unless asked for them, and binds the
-    threads of a rank to one core, where TensorFlow's pool would share that core.
-    """
+    """Open MPI, which refuses root and more ranks than cores, and binds all threads to one core."""
 
     rank_variable = "OMPI_COMM_WORLD_RANK"
     local_rank_variable = "OMPI_COMM_WORLD_LOCAL_RANK"
@@ -152,19 +148,12 @@ class OpenMpi(Launcher):
         return {**ours, "PRTE_MCA_prte_local_tmpdir_base": directory}
 
     def signal_for(self, number: signal.Signals) -> signal.Signals:
-        """Returns what its ranks' keepers take for SIGINT or SIGTERM: it kills 0.25 s after these.
-
-        The keepers do so for it alone: other launchers' users may have signals of their own.
-        """
+        """Returns what ranks' keepers take for SIGINT or SIGTERM: it kills 0.25 s after these."""
         return signal.SIGUSR2 if number == signal.SIGINT else signal.SIGUSR1
 
 
 class Slurm(Launcher):
-    """Slurm's srun, inside an allocation. Exports all variables.
-
-    Since Slurm 22.05 it does not take over the allocation's `--cpus-per-task`, and would put all
-    threads of a rank on one core.
-    """
+    """Slurm's srun, inside an allocation; since 22.05 it does not inherit `--cpus-per-task`."""
 
     rank_variable = "SLURM_PROCID"
     local_rank_variable = "SLURM_LOCALID"
@@ -224,11 +213,8 @@ _FAMILIES: dict[str, type[Launcher]] = {"mpich": Mpich, "openmpi": OpenMpi}
 
 
 def without_other_jobs(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment without what other jobs' launchers say of their ranks.
-
-    In a shell that `srun --pty` has started, all that was allocated is the shell's, and another
-    srun, which MPICH's launcher calls as well, would wait until the shell is left.
-    """
+    """Returns an environment without what other jobs' launchers say of their ranks."""
+    # A shell of `srun --pty` has all that was allocated: another srun would wait for its end.
     kept = {name: value for name, value in environ.items() if not _OF_ANOTHER_JOB.match(name)}
     if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environ.keys():
         return kept
@@ -237,11 +223,9 @@ def without_other_jobs(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_launcher(name: str = "auto") -> Launcher:
-    """Returns the launcher of the MPI that mpi4py is going to load.
-
-    An MPI installed with pip into this Python's environment comes first, as mpi4py looks there
-    first; then srun inside a Slurm allocation; then `mpiexec` or `mpirun` on the search path.
-    """
+    """Returns the launcher of the MPI that mpi4py is going to load."""
+    # An MPI in this Python's environment comes first, as mpi4py looks there first; then srun inside
+    # a Slurm allocation; then `mpiexec` or `mpirun` on the search path.
     srun = shutil.which("srun")
     in_job = name == "slurm" or (name == "auto" and "SLURM_JOB_ID" in os.environ)
     seen = []
@@ -313,11 +297,7 @@ def slurm_tasks(environ: Mapping[str, str]) -> int | None:
 
 
 def mpi_type(srun: str) -> str | None:
-    """Returns the protocol that the MPI of mpi4py speaks, if this Slurm has it.
-
-    With another one every rank would think that it is alone. None leaves the choice to Slurm, which
-    its administrators have made.
-    """
+    """Returns the protocol that the MPI of mpi4py speaks; `None` leaves the choice to Slurm."""
     version = library_version().lower()
     if "cray" in version:  # it has one of its own, which is the default where it is installed
         return None

@@ -212,9 +212,6 @@ def headline(rank: int, size: int, host: str, cause: str) -> str:
 
 
 def number_from(pointer: str) -> int | None:
-    """Returns a number that the MPI launcher gave this process, in the variable named by another.
-
-    The launcher in use counts: a shell may have variables of other jobs' launchers.
-    """
+    """Returns a number that MPI's launcher gave this process, in the variable named by another."""
     value = os.environ.get(os.environ[pointer], "")
     return int(value) if value.isdigit() else None

@@ -67,13 +67,10 @@ class Exit(enum.IntEnum):
     INTERRUPTED = 130
 
 
+# The exit code of an MPI launcher is not to be trusted: some return 0 after a rank has left in the
+# middle, some never return. A job has succeeded when every rank has put on record that it has.
 class JobRun:
-    """Runs one job to its end, whatever end that is.
-
-    The exit code of an MPI launcher is not to be trusted: some return 0 after a rank has left in
-    the middle, some never return. A job has succeeded when every rank has put on record that
-    it has; it has failed as soon as one rank has, and then all that is left of it is killed.
-    """
+    """Runs one job to its end, whatever end that is."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ As `tnt.models`, it has the functions of `keras.models`, which make distributed 
 
 from __future__ import annotations
 
-from tarantella_pp.dependencies import needed_for
+from tarantella_pp.errors import needed_for
 
 with needed_for("tarantella_pp.models"):
     from tarantella_pp.models.model_building import (

@@ -19,7 +19,6 @@ from tarantella_pp.internals.model_files import deserialized
 from tarantella_pp.models.data_parallel_model import (
     OF_STAGES,
     Model,
-    OwnStepModel,
     has_own_steps,
     write_on_last_rank,
 )
@@ -226,9 +225,7 @@ def clone_model(
     given = {n: value for n, value in zip(names, values, strict=True) if value is not None}
     if isinstance(model, PipelineModel) and not given and not options:
         options = {"plan": model.plan}
-    plain = model._wrapped if isinstance(model, OwnStepModel) else model
-    if isinstance(model, PipelineModel):
-        plain = model._wrapped
+    plain = model._wrapped if isinstance(model, TrainingLoops) else model
     compilation = model.get_compile_config() if model.compiled else None
 
     whole = functools.partial(keras.models.clone_model, plain, **given)

@@ -70,10 +70,7 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What a plan is asked for, as a user says it; `make_plan` says what it means.
-
-    It is made where a user's arguments arrive, and handed on whole. `None` leaves an option open.
-    """
+    """What a plan is asked for, as a user says it (see `make_plan`); `None` leaves it open."""
 
     num_stages: int | None = None
     batch_size: int = 32
@@ -205,12 +202,7 @@ def is_given(balance: Any) -> bool:
 
 
 def assignment_of(graph: LayerGraph, balance: Iterable[Any]) -> tuple[int, ...]:
-    """Returns the stage of each node.
-
-    Numbers count the model's own layers, in order, a nested model as one. Where they add up to
-    something else, they may count operations; or, where layers are numbered by name (`l0`,
-    `l1_conv`, `l1_add` ...), these numbers.
-    """
+    """Returns the stage of each node."""
     counts = [int(n) if hasattr(n, "__index__") and n is not True else n for n in balance]
     if not counts or not all(type(count) is int and count > 0 for count in counts):
         raise ConfigurationError(
@@ -229,6 +221,8 @@ def assignment_of(graph: LayerGraph, balance: Iterable[Any]) -> tuple[int, ...]:
 
 def _places(graph: LayerGraph, counts: Sequence[int]) -> list[int]:
     """Returns the place of each node among the things counted."""
+    # The model's own layers, a nested one as one; else operations; or, where layers are numbered by
+    # name (`l0`, `l1_conv`, `l1_add` ...), these numbers.
     names = [node.name.partition("/")[0] for node in graph.nodes]
     order = {name: place for place, name in enumerate(dict.fromkeys(names))}
     if sum(counts) == len(order):

@@ -58,11 +58,7 @@ class Transfer(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """The sum of one bucket of a stage's gradients over its replicas, written ``2R0``.
-
-    It *starts* here, behind the stage's last weight gradient, and goes on beside what follows. It
-    is waited for at the end of the step, before the optimizer.
-    """
+    """The sum of one bucket of a stage's gradients over replicas, which starts here: ``2R0``."""
 
     stage: int
     bucket: int  # the bucket of its gradients, from 0

@@ -90,11 +90,8 @@ class Schedule:
         return tuple(peak)
 
     def held_whole(self) -> tuple[int, ...]:
-        """Returns of how many micro-batches each stage holds all, if it recomputes, at the worst.
-
-        To the end of a micro-batch's W: of one that is kept whole from its F, and of others, which
-        are repeated, from their B. 1 where no weight gradient is put off and none is kept whole.
-        """
+        """Returns of how many micro-batches each stage that recomputes holds all, at the worst."""
+        # To the end of its W: one that is kept whole from its F, one that is repeated from its B.
         kept = self.kept_whole()
         whole: list[set[int]] = [set() for _ in self.placement]
         peak = [0] * self.num_stages

@@ -219,10 +219,8 @@ class Costs:
         return self.links.get((source, target), opposite)
 
     def serial_seconds(self, num_micro_batches: int, *, has_backward: bool = True) -> float:
-        """Returns the seconds of a step in one process, with fused backwards.
-
-        Each micro-batch goes forward and back before the next, so the last stage repeats nothing.
-        """
+        """Returns the seconds of a step in one process, with fused backwards."""
+        # Each micro-batch goes forward and back before the next: the last stage repeats nothing.
         kinds: tuple[Kind, ...] = ("F", "BW") if has_backward else ("F",)
         seconds = sum(stage.seconds(kind) for stage in self.stages for kind in kinds)
         saved = self.stages[-1].repeated if has_backward else 0.0
@@ -230,11 +228,8 @@ class Costs:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
-    """Plays one step of a lowered schedule with a clock on each rank.
-
-    Sends go on by themselves, as in the runtime. Sums over replicas take no time here, for nothing
-    waits for them before the end of the step: `StepTimeline.with_reductions` puts them behind it.
-    """
+    """Plays one step of a lowered schedule with a clock on each rank; sends go on by themselves."""
+    # Nothing waits for sums over replicas: `StepTimeline.with_reductions` puts them behind it.
     replay = _TimedReplay(schedule, costs)
     stuck = replay.run()
     if stuck:
@@ -245,11 +240,7 @@ def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
 
 
 class _TimedReplay(Replay):
-    """A replay in which computations and messages take their time.
-
-    A rank depends on others through messages only, so each has a clock of its own and no order
-    between ranks has to be kept.
-    """
+    """A replay in which computations and messages take their time, each rank with its own clock."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         if not schedule.is_lowered:

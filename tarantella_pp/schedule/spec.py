@@ -17,15 +17,11 @@ from tarantella_pp.schedule.schedule import Schedule
 
 
 def send_window(name: str, num_stages: int, num_ranks: int) -> int | None:
-    """Returns how many activations a stage may have sent to another that has not taken them.
-
-    Where all forwards come first a stage could run ahead by a whole step, and keep all of it in
-    memory. It waits instead: each micro-batch takes as long as the one before, and in such a line
-    the slowest stage alone says when the last one is through, as long as it never runs dry. A link
-    that skips stages is as many micro-batches behind as it skips; two more make up for unsteady
-    times. The wait ends when the receive is posted, so the law that no schedule may deadlock if
-    each send blocks until then holds for this one, too.
-    """
+    """Returns how many activations a stage may have sent to another that has not taken them."""
+    # Where all forwards come first a stage could run ahead by a whole step, and keep all of it. It
+    # waits instead, which costs nothing as long as the slowest stage never runs dry. A link that
+    # skips stages is as many micro-batches behind as it skips; two more make up for unsteady times.
+    # The wait ends when the receive is posted: what gets through if sends block, does so here.
     return num_stages + 2 if name in ("gpipe", "forward") and num_ranks == num_stages else None
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tarantella_pp.callbacks.checkpoint_folder import DRAFT
+from tarantella_pp.callbacks.checkpoint_folder import DRAFT, DataPosition
 from tarantella_pp.callbacks.checkpoint_reader import newest_whole
 from tarantella_pp.callbacks.checkpoint_writer import CheckpointWriter
-from tarantella_pp.callbacks.manifest import DataPosition
 from tarantella_pp.callbacks.tensor_file import TensorFile
 from tarantella_pp.errors import FileError
 from tarantella_pp.files import sync

@@ -86,12 +86,9 @@ def _packed(graph: LayerGraph, weights: Sequence[int], most: int) -> Buckets:
 
 
 def weight_replicas(sizes: Sequence[int], stages: Sequence[int], num_replicas: int) -> list[int]:
-    """Shares the weights of each stage out to its replicas, about as many elements.
-
-    Weights stay whole, for most optimizers look at all of a weight. The largest come first, each
-    to the replica with the fewest so far (Graham 1969): the fullest replica has at most 4/3 of
-    what it would have in the best of all cases. The same on all ranks.
-    """
+    """Shares the weights of each stage out to its replicas, about as many elements."""
+    # Whole weights, for most optimizers look at all of one. The largest come first, each to the
+    # replica with the fewest so far: none has more than 4/3 of the optimum (Graham 1969).
     found = [0] * len(sizes)
     loads = {s: [(0, 0, replica) for replica in range(num_replicas)] for s in stages}
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):

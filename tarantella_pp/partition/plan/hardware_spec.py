@@ -173,11 +173,8 @@ def _work(graph: LayerGraph, node: Node, loss: float) -> NodeWork:
 
 
 def _needed(graph: LayerGraph, node: Node) -> tuple[float, float]:
-    """Returns the shares of an operation's gradients, of inputs and of weights, that are needed.
-
-    Frozen weights have none, and adapters such as LoRA's small ones. What is trained first counts
-    as if something before it were, too.
-    """
+    """Returns the shares of an operation's gradients, of inputs and of weights, that are needed."""
+    # What is trained first counts as if something before it were, too.
     if not any(graph.tensors[t].has_gradient for t in node.outputs):
         return 0.0, 0.0
     weights = [graph.weights[w] for w in node.weights if not graph.weights[w].stateful]
@@ -189,10 +186,7 @@ def _needed(graph: LayerGraph, node: Node) -> tuple[float, float]:
 def roofline_seconds(
     work: Sequence[NodeWork], samples: float, machine: HardwareSpec
 ) -> list[tuple[float, float, float]]:
-    """Returns the seconds of each operation for one micro-batch.
-
-    Of its forward pass, and of its gradients of inputs and of weights.
-    """
+    """Returns the seconds of each operation: forward, gradients of inputs, gradients of weights."""
     found = []
     for one in work:
         forward = _seconds(one, samples, machine)

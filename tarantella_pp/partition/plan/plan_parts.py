@@ -103,14 +103,9 @@ class StagePlan(msgspec.Struct, frozen=True):
         return self.forward_seconds + self.backward_seconds
 
     @property
-    def activation_bytes_total(self) -> int:
-        """Bytes that micro-batches in flight keep, or make again, for their backward passes."""
-        return self.in_flight * self.activation_bytes + self.recomputed_bytes
-
-    @property
     def lasting_bytes(self) -> int:
         """Bytes that add up over operations: state, and all that micro-batches keep."""
-        return self.state_bytes + self.activation_bytes_total
+        return self.state_bytes + self.in_flight * self.activation_bytes + self.recomputed_bytes
 
     @property
     def memory_bytes(self) -> int:
@@ -130,17 +125,9 @@ class CutEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has_gradient: bool  # whether a gradient of the same size comes back from each target
     mask_bytes: Size = 0  # bytes of the mask that travels with it, 0 without one
 
-    def sent_bytes(self, narrow: str | None) -> int:
-        """Returns the bytes of one micro-batch of it as they are sent, without the mask."""
-        return wire_bytes(self.bytes, self.dtype, narrow)
-
 
 class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A variable that several stages use.
-
-    Once a step its gradients go to the first of them, which trains it, and the new value comes
-    back.
-    """
+    """A variable that several stages use; the first one trains it, and sends the new value."""
 
     weight: str  # name of the variable
     stages: tuple[int, ...]  # the stages, ascending
@@ -182,7 +169,7 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str
     balance: str
     memory_limit: MemoryLimit | None
-    recompute: tuple[int, ...] = ()  # stages, ascending
+    recompute: tuple[int, ...] = ()  # stages that repeat their forward pass, ascending
     ranks: tuple[int, ...] = ()
     placement: Placement = "pipelines-together"
     fusion_threshold: Number = FUSION_THRESHOLD
@@ -206,14 +193,9 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
             ),
         }
 
-    @property
-    def repeated_stages(self) -> tuple[int, ...]:
-        """The stages that keep inputs only and repeat their forward pass, ascending."""
-        return self.recompute
-
     def sent(self, cut: CutEdge) -> int:
         """Returns the bytes of one micro-batch of a tensor as it travels, without its mask."""
-        return cut.sent_bytes(self.wire_dtype)
+        return wire_bytes(cut.bytes, cut.dtype, self.wire_dtype)
 
     @property
     def shards(self) -> int:

@@ -69,20 +69,15 @@ def searched(plan: PlanData, spec: ScheduleSpec, num_micro_batches: int) -> Sche
 
 
 def _search_limits(plan: PlanData) -> tuple[int, ...]:
-    """Returns how many micro-batches a schedule that is searched for may hold on each stage.
-
-    As many as the memory limit leaves room for; without a limit up to twice as many as there are
-    stages, less one, with which no bubble is left: Qi et al., "Zero Bubble Pipeline Parallelism",
-    ICLR 2024. Never fewer than planned.
-    """
+    """Returns how many micro-batches a schedule that is searched for may hold on each stage."""
     bounds = []
     for i, stage in enumerate(plan.stages):
-        bound = 2 * plan.num_stages - 1
+        bound = 2 * plan.num_stages - 1  # with which no bubble is left: Qi et al., ICLR 2024
         if plan.limits is not None:
             left = max(0, plan.limits[i] - stage.memory_bytes)
             bound = stage.in_flight + left // max(1, stage.activation_bytes)
         # A memory limit that was kept by recomputing leaves no room to hold more.
-        if i in plan.repeated_stages:
+        if i in plan.recompute:
             bound = stage.in_flight  # what waits for its weight gradients is not planned for
         bounds.append(min(plan.num_micro_batches, max(bound, stage.in_flight)))
     return tuple(bounds)
@@ -107,10 +102,7 @@ def with_findings(plan: AnyPlan, spec: ScheduleSpec, fallbacks: Mapping[int, str
 def stage_seconds(
     plan: PlanData, machine: HardwareSpec, samples: float
 ) -> list[tuple[float, float, float]]:
-    """Returns the seconds of each stage by arithmetic and memory traffic.
-
-    Of its forward pass, and of its gradients of inputs and of weights.
-    """
+    """Returns the seconds of each stage: forward, gradients of inputs, gradients of weights."""
     stages, nodes = plan.assignment, plan.work
     if not nodes:
         stages = tuple(range(plan.num_stages))
@@ -262,13 +254,9 @@ class PlanSimulation:
         return replace(self, machine=free)
 
     def replicated(self, step: StepTimeline, num_replicas: int) -> StepTimeline:
-        """Returns the step of several replicas, with the sums of their gradients.
-
-        The replicas of a stage sum its gradients in a ring of their own, bucket by bucket, as soon
-        as its last weight gradient is there; the other stages compute meanwhile. Patarasuk and
-        Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69
-        (2009): each of R replicas sends 2 (R - 1) messages of a share of 1 / R.
-        """
+        """Returns the step of several replicas, with the sums of their gradients."""
+        # A ring for each stage: each of R replicas sends 2 (R - 1) messages of a share of 1 / R
+        # (Patarasuk and Yuan, JPDC 69, 2009).
         if num_replicas == 1:
             return replace(step, reductions=())
         share, latency = num_replicas * (self.machine.bandwidth or math.inf), self.machine.latency

@@ -49,11 +49,7 @@ NOTHING: Mapping[int, int] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class StageCostModel:
-    """A layer graph together with what its costs depend on besides.
-
-    The figures of the nodes are the figures of the graph: to plan with measured ones, put them into
-    its nodes (`keeps`, `residual_bytes`, `flops`) and mark them as measured.
-    """
+    """A layer graph together with what its costs depend on besides."""
 
     graph: LayerGraph  # the layer graph
     slots: Sequence[int]  # bytes of optimizer state for each variable of the graph
@@ -90,10 +86,7 @@ class StageCostModel:
         return roofline_seconds(self._work, samples, machine)
 
     def flops(self) -> npt.NDArray[np.float64]:
-        """Returns the FLOPs of each node, forward, per sample; traffic counts as FLOPs.
-
-        Gradients that nobody needs make them fewer.
-        """
+        """Returns the FLOPs of each node, per sample, with traffic, less what nobody needs."""
         if self.machine is None or self.machine.memory_bandwidth is None:
             passes = np.array([1 + sum(one.gradients) for one in self._work])
             return passes / (1 + BOTH_GRADIENTS) * [node.flops for node in self.graph.nodes]
@@ -256,11 +249,8 @@ def with_batch(
     outputs: OutputUse,
     in_flight: Sequence[int] | None = None,
 ) -> Plan:
-    """Returns a plan for another batch; with `in_flight` all forward passes come first.
-
-    What the rules say of the change comes on top of the plan's own figures, for these may be
-    measured. What stages hold is as planned, unless it is given.
-    """
+    """Returns a plan for another batch; with `in_flight` all forward passes come first."""
+    # What the rules say of the change comes on top of the plan's own figures: they may be measured.
     longer = batch_size / plan.batch_size
     gpipe = {} if in_flight is None else {"schedule": "gpipe", "schedule_text": None}
     changed = msgspec.structs.replace(plan, batch_size=batch_size, outputs=outputs, **gpipe)

@@ -11,7 +11,7 @@ from keras import layers
 
 import tarantella_pp as tnt
 from tarantella_pp.callbacks import checkpoint_folder
-from tarantella_pp.callbacks.manifest import checksum_of
+from tarantella_pp.callbacks.checkpoint_folder import checksum_of
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
 from tests.helpers.files import contents, full_disk

@@ -9,6 +9,7 @@ from keras import layers
 
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.optimizer_slots import optimizer_state_bytes
+from tarantella_pp.partition.graph.units import wire_bytes
 from tarantella_pp.partition.plan.peak_memory import (
     backward_bytes,
     message_bytes,
@@ -118,10 +119,11 @@ CHAIN = [cut(0, 1, name="a"), cut(1, 2, name="b")]
 def test_messages_are_there_until_used_and_received(
     sent_as, cuts, stage, kept, received, sent, returned
 ):
+    def as_sent(cut):
+        return wire_bytes(cut.bytes, cut.dtype, sent_as)
+
     for count, window in ((3, None), (3, 2), (1667, 2)):
-        found = message_bytes(
-            cuts, stage, count, set(kept), lambda cut: cut.sent_bytes(sent_as), window
-        )
+        found = message_bytes(cuts, stage, count, set(kept), as_sent, window)
         assert found == (received, sent, returned)
 
 

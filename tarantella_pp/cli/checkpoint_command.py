@@ -59,7 +59,6 @@ def _found_in(directory: str) -> list[Path]:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    """Prints a table of all checkpoints, and the contents of the newest one that can be read."""
     from tarantella_pp.callbacks.checkpoint_folder import read_manifest
 
     read: dict[Path, Manifest | str] = {}
@@ -103,7 +102,6 @@ def _details(manifest: Manifest) -> Iterator[Any]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    """Looks at every file; returns 1 if one is damaged or missing."""
     from tarantella_pp.callbacks.checkpoint_folder import damages
 
     found = {path.name: list(damages(path)) for path in _found_in(arguments.directory)}

@@ -120,7 +120,6 @@ def optimizer_of(source: str, model: Any) -> Any:
 
 
 def _config(file: str) -> dict[str, Any]:
-    """What a `.keras` file says of its model."""
     with zipfile.ZipFile(file) as archive:
         config: dict[str, Any] = json.loads(archive.read("config.json"))  # may have Infinity
     return config

@@ -62,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _whole_parser() -> argparse.ArgumentParser:
-    """The parser of `tarantella` without a subcommand."""
     lines = "\n".join(f"  {key:10s} {text}" for key, text in COMMANDS.items())
     parser = Parser(
         "tarantella",

@@ -96,7 +96,6 @@ def _limits(text: str) -> str | list[str]:
 
 
 def _make(arguments: argparse.Namespace) -> int:
-    """Makes the plan, writes it to its file, draws and prints it."""
     check_target("--output", arguments.output)
     check_target("--html", arguments.html)
     given = vars(arguments).items()
@@ -124,7 +123,6 @@ def _make(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    """Prints the plan, and draws it where that is asked for."""
     check_target("--html", arguments.html)
     return _write(inputs.load_plan(arguments.plan), arguments)
 

@@ -50,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
-    """Adds what says where the ranks run, and who starts them."""
     add = parser.add_argument
     add("-n", "-np", "--num-ranks", type=positive_int, metavar="N",
         help="number of ranks (default: 1)")  # fmt: skip
@@ -74,7 +73,6 @@ def add_reach(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_shares(parser: argparse.ArgumentParser) -> None:
-    """Adds what says which part of its host a rank gets."""
     add = parser.add_argument
     add("--threads", type=positive_int, metavar="K",
         help="threads per rank (default: cores of its host / ranks on it)")  # fmt: skip

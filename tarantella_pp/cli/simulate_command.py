@@ -171,7 +171,6 @@ def _as_dict(
 
 
 def _assumptions(simulation: PlanSimulation) -> list[str]:
-    """Says what the figures rest on."""
     plan, machine = simulation.plan, simulation.machine
     measured = [str(i) for i, stage in enumerate(plan.stages) if stage.seconds is not None]
     lines = []

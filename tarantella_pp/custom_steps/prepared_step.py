@@ -237,7 +237,6 @@ class PreparedStep:
         self._statistics.finish()
 
     def _update(self, share: float, number: int, tensors: Sequence[tf.Tensor]) -> None:
-        """Makes an update by the gradients of the whole batch."""
         mine = [
             None if not share else scaled(gradient, share) if kind == MEAN else gradient
             for gradient, kind in zip(

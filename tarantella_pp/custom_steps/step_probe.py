@@ -136,7 +136,6 @@ class StepProbe:
         return {n for n, _ in self.gradients} - shown
 
     def _take(self, found: Compared) -> None:
-        """Takes in what a trial shows."""
         places = self._take_gradients(found)
         for reads, (*_, of_samples) in zip(self._reads, self._lookups, strict=True):
             reads.add(rows_read(found, next(places), of_samples))

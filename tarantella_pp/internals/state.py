@@ -302,7 +302,6 @@ def _build_anew(optimizer: Any, weights: Sequence[Any]) -> None:
 
 
 def _is_per_weight(name: str, value: Any, weights: Sequence[Any]) -> bool:
-    """Whether an attribute is a list with an entry for each weight."""
     return (
         isinstance(value, (list, tuple))
         and name not in _BOOKS

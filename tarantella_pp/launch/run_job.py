@@ -254,7 +254,6 @@ def _report_stop(number: signal.Signals) -> int:
 
 
 def _tell(message: str) -> None:
-    """Writes one line of the launcher's own to standard error."""
     _write(f"tarantella: {message}\n")
 
 

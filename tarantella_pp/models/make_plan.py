@@ -183,13 +183,11 @@ def _levels(extracted: ExtractedModel | NamedGraph, options: PlanOptions) -> lis
 
 
 def _is_even(plan: Plan, options: PlanOptions) -> bool:
-    """Whether all stages have about the same to do."""
     costs = _stage_costs(plan, options)
     return max(costs) * plan.num_stages <= EVEN * sum(costs)
 
 
 def _is_better(finer: Plan, plan: Plan, options: PlanOptions) -> bool:
-    """Whether it is worth to have opened layers."""
     seconds = [each.step_seconds or 0.0 for each in (finer, plan)]
     most = [max(_stage_costs(each, options)) for each in (finer, plan)]
     return most[0] <= (1 - WORTHWHILE) * most[1] and seconds[0] <= (1 + WORTHWHILE) * seconds[1]

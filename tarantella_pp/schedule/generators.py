@@ -275,7 +275,6 @@ def check_counts(**counts: int | None) -> None:
 
 
 def _orders(name: str, num_micro_batches: int, placement: tuple[int, ...]) -> Orders:
-    """Returns the computations of each rank."""
     num_stages, num_ranks = len(placement), 1 + max(placement)
     if name == "interleaved":
         if placement != _round_robin(num_stages, num_ranks):

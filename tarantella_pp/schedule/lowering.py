@@ -194,7 +194,6 @@ def _check_order(schedule: Schedule, rank: int, routes: Routes) -> None:
 
 
 def _needed(schedule: Schedule, action: Action, routes: Routes) -> Iterator[Compute | Transfer]:
-    """Yields what an action depends on, on its own rank."""
     if isinstance(action, Reduce):
         for i in range(schedule.num_micro_batches):
             yield Compute(action.stage, "W", i)

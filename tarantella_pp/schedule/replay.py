@@ -87,7 +87,6 @@ class Replay:
                 self._transfer(rank, action)
 
     def _transfer(self, rank: int, action: Transfer) -> None:
-        """Goes past one end of a message."""
         if action.operation == "S":
             self.send(rank, action)
             self._sent.add(action.message)
@@ -122,7 +121,6 @@ class Replay:
                 self._post(action)
 
     def _post(self, receive: Transfer) -> None:
-        """Posts a receive and wakes its sender."""
         self._posted.add(receive.message)
         self._wake(receive.message)
 
@@ -134,5 +132,4 @@ class Replay:
 
 
 def _key(action: Compute) -> tuple[int, str, int]:
-    """Returns under which key the messages that `action` needs are expected."""
     return (action.stage, action.kind[0], action.micro_batch)

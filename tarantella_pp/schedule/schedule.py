@@ -207,12 +207,10 @@ def checked_placement(placement: Sequence[int], num_stages: int, num_ranks: int)
 
 
 def _links_to_text(links: Iterable[Link]) -> str:
-    """Writes links as `from_text` reads them."""
     return " ".join(f"{source}>{target}" for source, target in links)
 
 
 def _value(key: str, text: str) -> Any:
-    """Reads what stands behind the colon of a line."""
     words = text.split()
     if _RANK.fullmatch(key):
         actions = tuple(map(parse_action, words))

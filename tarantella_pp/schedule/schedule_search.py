@@ -74,7 +74,6 @@ def _named_schedules(num_micro_batches: int, placement: tuple[int, ...]) -> list
 def _check_limits(
     limits: int | Sequence[int] | None, num_stages: int, num_micro_batches: int
 ) -> tuple[int, ...]:
-    """Returns the limit of each stage."""
     if limits is None:
         limits = num_micro_batches
     bounds = (limits,) * num_stages if isinstance(limits, int | float) else tuple(limits)
@@ -87,7 +86,6 @@ def _check_limits(
 
 
 def _policies(limits: Sequence[int], num_ranks: int) -> Iterator[_Policy]:
-    """Yields the policies to be tried, each once."""
     # Runs ahead as 1F1B, eager 1F1B and all that memory allows. More ways, such as twice 1F1B, have
     # found nothing better.
     left = range(len(limits), 0, -1)

@@ -297,7 +297,6 @@ class _TimedReplay(Replay):
 
 
 def _peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Returns the most bytes that each rank holds at a time."""
     peaks = []
     for rank in range(schedule.num_ranks):
         held = peak = sum(costs.stages[stage].static_bytes for stage in schedule.stages_of(rank))

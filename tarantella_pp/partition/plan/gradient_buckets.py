@@ -26,19 +26,13 @@ def fusion_threshold_of(given: int | float | str | None) -> int:
 def gradient_buckets(
     graph: LayerGraph, assignment: Sequence[int], num_stages: int, fusion_threshold: int
 ) -> tuple[Buckets, ...]:
-    """Packs the trainable variables of each stage into buckets.
-
-    Few large messages are faster than many small ones, and a bucket can leave while others are not
-    full yet. Variables that are used last come first, for their gradients are there first::
-
-        dense_1/kernel dense_1/bias dense_2/kernel ...     2R0 = (dense_2/bias, dense_2/kernel)
-                                                           2R1 = (dense_1/bias, dense_1/kernel)
-
-    A bucket is of one dtype, so that it can be flat. A variable belongs to the stage that trains
-    it, the first that uses it. One that other stages use, too, is in the last buckets of its stage,
-    without others: its gradient is complete only once theirs have come. A table of embeddings has
-    a bucket of its own, for its gradient may be a few rows.
-    """
+    """Packs the trainable variables of each stage into buckets, those used last first."""
+    # Their gradients are there first:
+    #     dense_1/kernel dense_1/bias dense_2/kernel ...     2R0 = (dense_2/bias, dense_2/kernel)
+    #                                                        2R1 = (dense_1/bias, dense_1/kernel)
+    # Buckets are of one dtype, so that they can be flat. Variables that other stages use, too, are
+    # apart, in the last buckets of their first stage: their gradients are complete only once others
+    # have come. A table of embeddings is alone, for its gradient may be a few rows.
     first_use: dict[int, tuple[int, int]] = {}
     for node in graph.nodes:
         for position, weight in enumerate(node.weights):

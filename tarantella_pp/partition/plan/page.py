@@ -291,7 +291,6 @@ def _told(tensor: CutEdge) -> str:
 
 
 def _lines(texts: Sequence[str]) -> str:
-    """What is shown when one points at something."""
     more = len(texts) - MOST_LINES
     return "\n".join([*texts[:MOST_LINES], *([f"and {more} more"] if more > 0 else [])])
 

@@ -126,7 +126,6 @@ class PlanData(
 
 
 def _problems(plan: PlanData) -> list[str]:
-    """Says what in a plan does not fit together."""
     names, assignment, count = plan.node_names, plan.assignment, plan.num_stages
     if len(plan.stages) != count:
         return [f"it must have num_stages={count} stages. Received: {len(plan.stages)}"]

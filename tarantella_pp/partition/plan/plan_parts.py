@@ -71,7 +71,7 @@ class StagePlan(msgspec.Struct, frozen=True):
     recomputed_bytes: Size = 0
     # What there is besides for a moment, at the most: gradients on their way back through the
     # stage, messages sent that nobody has received yet, or temporaries of the optimizer that need
-    # more than `activation_bytes_total`. On the last stage of a compiled model what loss and
+    # more than micro-batches keep. On the last stage of a compiled model what loss and
     # metrics hold and make of its outputs, too
     working_bytes: Size = 0
     # Seconds of the forward pass of one micro-batch, where measured

@@ -69,7 +69,6 @@ def searched(plan: PlanData, spec: ScheduleSpec, num_micro_batches: int) -> Sche
 
 
 def _search_limits(plan: PlanData) -> tuple[int, ...]:
-    """Returns how many micro-batches a schedule that is searched for may hold on each stage."""
     bounds = []
     for i, stage in enumerate(plan.stages):
         bound = 2 * plan.num_stages - 1  # with which no bubble is left: Qi et al., ICLR 2024

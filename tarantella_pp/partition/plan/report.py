@@ -87,7 +87,6 @@ def _activations(stage: StagePlan) -> str:
 
 
 def _sends(plan: PlanData, stage: int) -> str:
-    """What a stage sends forward for one micro-batch."""
     sent = [(cut, len(cut.targets)) for cut in plan.cuts if cut.source == stage]
     if not sent:
         return "-"
@@ -168,7 +167,6 @@ def _replicas(plan: PlanData) -> list[str]:
 
 
 def _rank(plan: PlanData, rank: int) -> str:
-    """The stages of a rank, and what they need together."""
     stages = [i for i, own in enumerate(plan.ranks) if own == rank]
     memory = format_bytes(sum(plan.stages[i].memory_bytes for i in stages), short=True)
     return f"{rank} has stages {', '.join(map(str, stages))} ({memory})"

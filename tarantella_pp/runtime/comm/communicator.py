@@ -254,7 +254,6 @@ def world() -> Communicator:
 
 
 def _join(launch: Launch) -> Communicator:
-    """Starts MPI and returns the communicator of all ranks."""
     timeout = Limits.from_environment().timeout
     with guard.starting_mpi(timeout):
         mpi = _import_mpi(launch)
@@ -283,7 +282,6 @@ def _join(launch: Launch) -> Communicator:
 
 
 def _import_mpi(launch: Launch) -> Any:
-    """Imports mpi4py, which starts MPI."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:

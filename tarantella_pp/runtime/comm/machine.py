@@ -68,11 +68,9 @@ MOST_LATENCY = 0.9
 
 
 def clock_offset(communicator: Communicator) -> float:
-    """Returns what to add to this rank's `time.perf_counter()` to have rank 0's.
-
-    Each rank asks rank 0 for the time, often enough that one answer comes at once: Cristian,
-    "Probabilistic clock synchronization", 1989. All ranks must call this.
-    """
+    """Returns what to add to this rank's `time.perf_counter()` to have rank 0's; collective."""
+    # Each asks for the time, often enough that one answer comes at once: Cristian, "Probabilistic
+    # clock synchronization", 1989.
     if communicator.rank == 0:
         for rank in range(1, communicator.size):
             for _ in range(_CLOCK_ROUNDS):

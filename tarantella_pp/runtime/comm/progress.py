@@ -18,11 +18,7 @@ _PATIENCE_SECONDS = 20e-3
 
 
 class Progress:
-    """Moves on what this rank has begun, in whatever group, while it waits or between other work.
-
-    A rank that waits for an activation of its pipeline moves on the reduction of gradients among
-    the replicas of a stage, and the other way around.
-    """
+    """Moves on what this rank has begun, in whatever group, while it waits or in between."""
 
     def __init__(self) -> None:
         self.expected = 0  # messages that this rank is ready to receive
@@ -59,10 +55,8 @@ class Progress:
 class BackgroundProgress:
     """A thread that polls while the rank computes, and lets go before the rank goes on.
 
-    MPI moves what is larger than its own buffers only inside its calls, and a rank that computes
-    makes none. TensorFlow leaves Python's interpreter to other threads meanwhile. A rank surrounds
-    computations with this object, and promises to leave messages alone inside, so that MPI and all
-    requests belong to one thread at a time, as `MPI_THREAD_SERIALIZED` asks::
+    A rank surrounds computations with this object, and leaves messages alone inside: MPI belongs to
+    one thread at a time, as `MPI_THREAD_SERIALIZED` asks::
 
         the rank      send  F0 ............  wait  B0 ........................  send
         this thread          .  .  .  .  .          .  .  .  .  .  .  .  .  .

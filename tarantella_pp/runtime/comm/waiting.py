@@ -24,10 +24,8 @@ _SELECTABLE = 1024
 class Wakeup:
     """A socket of this rank on which other ranks of the same host ring.
 
-    MPI can only be polled. A rank that sleeps between polls notices a message late, one that
-    polls often takes the core from a rank that computes. So whoever sends a message to a rank of
-    its own host also sends an empty datagram, which ends the other's sleep. Rings may get lost or
-    come from anybody: all they do is to make a rank poll.
+    Whoever sends a message to a rank of its own host also sends an empty datagram, which ends the
+    other's sleep between two polls. Rings may get lost, or come from anybody.
     """
 
     def __init__(self) -> None:

@@ -161,15 +161,10 @@ def summary_table(steps: Sequence[RecordedStep]) -> Group:
         f"{schedule.name}, {schedule.num_micro_batches} micro-batch{several} of a batch of "
         f"{steps[0].rows}; milliseconds in a step, medians of {len(steps)}"
     )
-    return Group(Text(title, style="bold"), rows, Text(_compared(steps)))
-
-
-def _compared(steps: Sequence[RecordedStep]) -> str:
-    measured = median(step.timeline.step_seconds for step in steps)
+    inner = median(step.timeline.step_seconds for step in steps)
     bubble = median(step.timeline.bubble_fraction for step in steps)
-    return (
-        f"From the first pass to the last: {1e3 * measured:.2f} ms. Bubble in this: {bubble:.1%}."
-    )
+    last = f"From the first pass to the last: {1e3 * inner:.2f} ms. Bubble in this: {bubble:.1%}."
+    return Group(Text(title, style="bold"), rows, Text(last))
 
 
 def _seconds(spans: Sequence[Span], wanted: Callable[[Span], bool]) -> float:

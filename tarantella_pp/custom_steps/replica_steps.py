@@ -83,15 +83,13 @@ class ReplicaSteps:
         """Whether this rank shows progress and writes files: the last one."""
         return self.communicator.rank == self.communicator.size - 1
 
-    def train(self, batch: Batch) -> dict[str, Any]:
+    def train(self, batch: Batch) -> Any:
         """Trains one batch; returns Keras' logs, the same on all ranks."""
-        logs: dict[str, Any] = self._run("train_step", batch)
-        return logs
+        return self._run("train_step", batch)
 
-    def test(self, batch: Batch) -> dict[str, Any]:
+    def test(self, batch: Batch) -> Any:
         """Evaluates one batch; returns Keras' logs, the same on all ranks."""
-        logs: dict[str, Any] = self._run("test_step", batch)
-        return logs
+        return self._run("test_step", batch)
 
     def predict(self, batch: Batch) -> Any:
         """Predicts one batch; returns the outputs for all of it, on all ranks."""

@@ -21,9 +21,6 @@ from tarantella_pp.runtime.stage.graph_split import has_effect
 from tarantella_pp.runtime.stage.side_effects import effects_of, read_late
 from tarantella_pp.runtime.weights.slices import put_together
 
-# What is traced: given tensors of a batch, it returns logs or predictions.
-Step = Callable[..., Any]
-
 
 @dataclass(frozen=True)
 class Update:
@@ -49,7 +46,7 @@ class StepTrace:
 
     def __init__(
         self,
-        step: Step,
+        step: Callable[..., Any],  # given tensors of a batch, it returns logs or predictions
         specs: Sequence[tf.TensorSpec],
         what: str,
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,

@@ -1,1 +1,4 @@
-"""Private names of Keras and TensorFlow, each with a contract test."""
+"""Private names of Keras and TensorFlow, written against Keras 3.14 and 3.15.
+
+`tests/internals` says, file by file, which of them a new version of Keras has changed.
+"""

@@ -1,8 +1,4 @@
-"""The private names of Keras that reading data, and going on in mid-epoch, need.
-
-Written against Keras 3.14 and 3.15; `tests/internals/test_data.py` says which of them a new
-version of Keras has changed.
-"""
+"""The private names of Keras that reading data, and going on in mid-epoch, need."""
 
 from __future__ import annotations
 

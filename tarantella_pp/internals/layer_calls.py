@@ -1,8 +1,4 @@
-"""Calls of layers inside of a layer, handed over one by one: all private names that this needs.
-
-Written against Keras 3.14 and 3.15; `tests/internals/test_layer_calls.py` says which of them a new
-version of Keras has changed.
-"""
+"""Calls of layers inside of a layer, handed over one by one: all private names that this needs."""
 
 from __future__ import annotations
 

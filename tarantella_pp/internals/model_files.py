@@ -1,8 +1,4 @@
-"""The private names of Keras that write and read model files layer by layer, all in this one file.
-
-Written against Keras 3.14 and 3.15; `tests/internals/test_model_files.py` says which of them
-a new version of Keras has changed.
-"""
+"""The private names of Keras that write and read model files layer by layer."""
 
 from __future__ import annotations
 

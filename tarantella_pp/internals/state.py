@@ -1,8 +1,4 @@
-"""The private names of Keras that saving and an optimizer's slots need, all in this one file.
-
-Written against Keras 3.14 and 3.15; `tests/internals/test_state.py` says which of them a new
-version of Keras has changed.
-"""
+"""The private names of Keras that saving and an optimizer's slots need."""
 
 from __future__ import annotations
 

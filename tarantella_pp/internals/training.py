@@ -1,8 +1,4 @@
-"""The private names of Keras and TensorFlow that training needs, but for data.
-
-Written against Keras 3.14 and 3.15; `tests/internals/test_training.py` says which of them a
-new version of Keras has changed.
-"""
+"""The private names of Keras and TensorFlow that training needs, but for data."""
 
 from __future__ import annotations
 

@@ -163,7 +163,8 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
 
         def write(draft: Path, state: Any) -> None:
             optimizer = state if include_optimizer else None
-            write_plain(self._plain(optimizer), self._config(optimizer), draft)
+            plain = twin_of(self._wrapped, optimizer=optimizer)
+            write_plain(plain, self._config(optimizer), draft)
 
         path = path_of(filepath)
         if path.suffix != ".keras" or save_format not in (None, "keras") or zipped is False:
@@ -188,7 +189,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         self._refuse_existing(path, overwrite)
 
         def write(draft: Path, state: Any) -> None:
-            keras.Model.save_weights(self._plain(state), draft)
+            keras.Model.save_weights(twin_of(self._wrapped, optimizer=state), draft)
 
         self._on_last_rank("save_weights", path, write)
 
@@ -220,7 +221,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
     def _receiving(self) -> tuple[keras.Model, list[Any]]:
         """What takes over a state, and this rank's variables; all ranks must call it."""
         state = self._optimizer_state
-        plain = self._plain(None if state is None else state.receiver())
+        plain = twin_of(self._wrapped, optimizer=state and state.receiver())
         return plain, list(self._engine.weights.needed().values())
 
     def _state_share(self) -> StateShare:
@@ -250,10 +251,6 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         # Ranks that do not write serve values here, and come to the next line when all are written.
         stream.serve()
         on_one_rank(communicator, last, what, work)
-
-    def _plain(self, optimizer: Any) -> keras.Model:
-        """The wrapped model with this optimizer, to save or to load as Keras does."""
-        return twin_of(self._wrapped, optimizer=optimizer)
 
     def _config(self, optimizer: Any = True) -> dict[str, Any]:
         """Describes the wrapped model, with its compilation if there is an optimizer."""

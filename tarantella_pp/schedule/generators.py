@@ -245,9 +245,8 @@ def make_placement(
     ranks = usual if num_ranks is None else num_ranks
     fits = num_stages == 2 * ranks if v_shaped else num_stages % ranks == 0
     if not fits:
-        wanted = "two stages for each rank"
-        if not v_shaped:
-            wanted = "a number of ranks that divides the number of stages"
+        even = "a number of ranks that divides the number of stages"
+        wanted = "two stages for each rank" if v_shaped else even
         raise ScheduleError(
             f"Expected {wanted}. Received: num_stages={num_stages}, num_ranks={num_ranks}"
         )

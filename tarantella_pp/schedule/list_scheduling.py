@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from tarantella_pp.schedule.actions import Compute, Kind
 
@@ -20,15 +20,6 @@ _PREFERENCES: tuple[Preference, ...] = (
     lambda action: (action.kind != "F", action.micro_batch, -action.stage),
     lambda action: (action.kind != "F", -action.stage),
 )
-
-
-class Turn(NamedTuple):
-    """One computation of one rank, and when."""
-
-    start: float
-    end: float
-    rank: int
-    action: Compute
 
 
 class ListScheduler:
@@ -47,8 +38,7 @@ class ListScheduler:
 
     def __init__(self, placement: Sequence[int], num_micro_batches: int) -> None:
         self.placement = placement
-        self.num_micro_batches = num_micro_batches
-        self.turns: list[Turn] = []
+        self._taken: list[list[Compute]] = [[] for _ in range(1 + max(placement))]  # by each rank
         there = dict.fromkeys(range(num_micro_batches), 0.0)
         # When what each F, or B, needs of other stages is there; by stage, then by micro-batch.
         self.arrivals: dict[str, list[dict[int, float]]] = {
@@ -70,9 +60,8 @@ class ListScheduler:
 
     def play(self) -> float:
         """Plays until no rank has anything to do; returns when the last one is done."""
-        num_ranks = 1 + max(self.placement)
-        free = [0.0] * num_ranks
-        queue = [(0.0, rank) for rank in range(num_ranks)]
+        free = [0.0] * len(self._taken)
+        queue = [(0.0, rank) for rank in range(len(free))]
         while queue:
             now, rank = heapq.heappop(queue)
             # A message may wake a rank that computes: it looks again when it is free.
@@ -80,7 +69,7 @@ class ListScheduler:
             if action is None:
                 continue
             free[rank] = end = now + self.seconds(action)
-            self.turns.append(Turn(now, end, rank, action))
+            self._taken[rank].append(action)
             heapq.heappush(queue, (end, rank))
             target = action.stage + (1 if action.kind == "F" else -1)
             if action.kind != "W" and 0 <= target < len(self.placement):
@@ -91,10 +80,7 @@ class ListScheduler:
 
     def orders(self) -> Orders:
         """Returns the computations of each rank in the order in which it took them."""
-        orders: list[list[Compute]] = [[] for _ in range(1 + max(self.placement))]
-        for turn in self.turns:
-            orders[turn.rank].append(turn.action)
-        return tuple(map(tuple, orders))
+        return tuple(map(tuple, self._taken))
 
 
 class _InOrder(ListScheduler):

@@ -111,8 +111,9 @@ class PlanData(
     @property
     def repeats(self) -> dict[int, int]:
         """Stages that repeat their forward pass, and how many micro-batches they hold all of."""
-        counts = self.schedule_spec().held_whole(self.num_micro_batches) if self.recompute else ()
-        return {stage: counts[stage] for stage in self.recompute}
+        again = self.repeated_stages
+        counts = self.schedule_spec().held_whole(self.num_micro_batches) if again else ()
+        return {stage: counts[stage] for stage in again}
 
     def check(self, graph: LayerGraph) -> None:
         """Raises a `PlanError` if this is a plan of another model."""

@@ -169,7 +169,7 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str
     balance: str
     memory_limit: MemoryLimit | None
-    recompute: tuple[int, ...] = ()  # stages that repeat their forward pass, ascending
+    recompute: tuple[int, ...] = ()  # stages, ascending
     ranks: tuple[int, ...] = ()
     placement: Placement = "pipelines-together"
     fusion_threshold: Number = FUSION_THRESHOLD
@@ -192,6 +192,11 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
                 ascends(again, count)
             ),
         }
+
+    @property
+    def repeated_stages(self) -> tuple[int, ...]:
+        """The stages that keep inputs only and repeat their forward pass, ascending."""
+        return self.recompute
 
     def sent(self, cut: CutEdge) -> int:
         """Returns the bytes of one micro-batch of a tensor as it travels, without its mask."""

@@ -76,7 +76,7 @@ def _search_limits(plan: PlanData) -> tuple[int, ...]:
             left = max(0, plan.limits[i] - stage.memory_bytes)
             bound = stage.in_flight + left // max(1, stage.activation_bytes)
         # A memory limit that was kept by recomputing leaves no room to hold more.
-        if i in plan.recompute:
+        if i in plan.repeated_stages:
             bound = stage.in_flight  # what waits for its weight gradients is not planned for
         bounds.append(min(plan.num_micro_batches, max(bound, stage.in_flight)))
     return tuple(bounds)

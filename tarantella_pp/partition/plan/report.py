@@ -120,8 +120,8 @@ def _footer(plan: PlanData) -> list[str]:
         where = ", ".join(map(str, tie.stages))
         size = format_bytes(tie.bytes)
         lines.append(f"Stages {where} share {tie.weight} ({size}): {tie.stages[0]} trains it.")
-    if plan.recompute:
-        which = ", ".join(map(str, plan.recompute))
+    if plan.repeated_stages:
+        which = ", ".join(map(str, plan.repeated_stages))
         lines.append(f"Recomputing, keeping inputs only: {which}; + is what one makes again.")
     if plan.limits is not None:
         limit = common_limit(plan.limits)

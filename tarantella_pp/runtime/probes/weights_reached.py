@@ -20,11 +20,10 @@ from tarantella_pp.internals.training import (
     second_loss,
 )
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
-from tarantella_pp.runtime.weights.rank_weights import VariableTable
 
 
 def refuse_weights_reached(
-    model: Any, extracted: ExtractedModel, table: VariableTable, last_rank: int, given: Any
+    model: Any, extracted: ExtractedModel, table: Any, last_rank: int, given: Any
 ) -> None:
     """Refuses functions of a compiled model that read weights past what they are given.
 

@@ -71,7 +71,7 @@ class StagePlan(msgspec.Struct, frozen=True):
     recomputed_bytes: Size = 0
     # What there is besides for a moment, at the most: gradients on their way back through the
     # stage, messages sent that nobody has received yet, or temporaries of the optimizer that need
-    # more than micro-batches keep. On the last stage of a compiled model what loss and
+    # more than `activation_bytes_total`. On the last stage of a compiled model what loss and
     # metrics hold and make of its outputs, too
     working_bytes: Size = 0
     # Seconds of the forward pass of one micro-batch, where measured
@@ -103,9 +103,14 @@ class StagePlan(msgspec.Struct, frozen=True):
         return self.forward_seconds + self.backward_seconds
 
     @property
+    def activation_bytes_total(self) -> int:
+        """Bytes that micro-batches in flight keep, or make again, for their backward passes."""
+        return self.in_flight * self.activation_bytes + self.recomputed_bytes
+
+    @property
     def lasting_bytes(self) -> int:
         """Bytes that add up over operations: state, and all that micro-batches keep."""
-        return self.state_bytes + self.in_flight * self.activation_bytes + self.recomputed_bytes
+        return self.state_bytes + self.activation_bytes_total
 
     @property
     def memory_bytes(self) -> int:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 import tarantella_pp as tnt
-from tarantella_pp.callbacks import checkpoint_reader, checkpoint_writer, manifest
+from tarantella_pp.callbacks import checkpoint_folder, checkpoint_reader, checkpoint_writer
 from tarantella_pp.errors import TarantellaError
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import compiled_once, floats, use_float64
@@ -172,7 +172,7 @@ def troubles(directory):
         caught()
     with patch.context() as only:
         if rank == 1:
-            only.setattr(manifest, "FORMAT", 3)
+            only.setattr(checkpoint_folder, "FORMAT", 3)
         caught()
     caught(where=f"{directory}-{rank}")
     with patch.context() as only:

@@ -19,8 +19,8 @@ GROUND = ("errors", "files")
 MOST_FILES = 12
 WITHOUT_TENSORFLOW = ("schedule", "launch", "partition/graph", "partition/plan")
 READS_KERAS = (
-    "calls", "flops", "keras_reader", "layer_inside", "optimizer_slots", "placeholders",
-    "saved_activations", "traced_costs",
+    "calls", "keras_reader", "layer_inside", "layer_trace", "nested_models", "optimizer_slots",
+    "placeholders", "traced_costs",
 )  # fmt: skip
 """Files in these rooms that read a Keras model, and are loaded for nothing else."""
 ACROSS_ROOMS = ("", "face", "face/files", "face/fit", "face/numbers", "exactness")

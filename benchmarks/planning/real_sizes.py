@@ -36,7 +36,7 @@ def language_model(kind: str, policy: str = "bfloat16", **sizes: int) -> keras.M
     import keras_hub
 
     backbone = getattr(keras_hub.models, f"{kind}Backbone")(dtype=policy, **sizes)
-    shapes = {name: keras.Input((TOKENS,), dtype="int32") for name in backbone.input}
+    shapes = {name: keras.Input((TOKENS,), dtype="int32", name=name) for name in backbone.input}
     hidden = backbone(shapes)
     return keras.Model(shapes, backbone.token_embedding(hidden, reverse=True), name=kind.lower())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 from unittest import mock
 
@@ -182,6 +183,23 @@ def states_of(operation: Any, arguments: Any = None) -> list[Any]:
     variables += [v for metric in layer_metrics(operation) for v in metric.variables]
     variables += [] if arguments is None else _variables_in(arguments)
     return list({id(variable): variable for variable in variables}.values())
+
+
+def likeness_of(operation: Any, arguments: Any) -> str | None:
+    """What calls have in common that compute alike; `None` where the configuration says nothing."""
+    try:
+        config = dict(keras.saving.serialize_keras_object(operation))
+        config["config"] = {**config["config"], "name": None}
+        text = json.dumps(config, sort_keys=True)
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    if '"class_name": "function"' in text:  # only its name
+        return None
+    given = tree.map_structure(
+        lambda x: str(x.shape) if isinstance(x, keras.KerasTensor) else repr(x),
+        (arguments.args, arguments.kwargs),
+    )
+    return f"{text} {given} {[v.trainable for v in states_of(operation, arguments)]}"
 
 
 def trained_variables(operation: Any) -> list[Any]:

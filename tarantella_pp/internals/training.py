@@ -268,6 +268,13 @@ def body_of(operation: Any) -> Any:
     return operation.graph._get_function(operation.get_attr("f").name).graph
 
 
+def step_of(operation: Any) -> Any:
+    """The graph of a step of a loop; `None` for any other operation."""
+    if operation.type not in ("While", "StatelessWhile"):
+        return None
+    return operation.graph._get_function(operation.get_attr("body").name).graph
+
+
 class Gpu(NamedTuple):
     """A GPU that this process computes with."""
 

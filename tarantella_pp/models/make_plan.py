@@ -141,28 +141,29 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
     """Makes the plan that `make_plan` describes; layers are opened only where that helps."""
     extracted = _read(model, with_values=options.balance == "time" and options.profile is None)
     levels = _levels(extracted, options)
-    if not isinstance(extracted, ExtractedModel) or not levels:
+    if isinstance(extracted, NamedGraph) or not levels:
         return _plan_of(extracted, options)
-    found, refused = None, ""
-    reading = extracted
-    for level in [0, *levels]:
-        if found is not None and _is_even(found, options):
-            break
-        before, reading = reading, extracted.at_level(level)
-        if level and len(reading.graph.nodes) == len(before.graph.nodes):
+    found: Plan | None = None
+    refused: list[ConfigurationError | PlanError] = []
+    operations = 0
+    for reading in map(extracted.at_level, (0, *levels)):
+        if len(reading.graph.nodes) == operations:
             continue
+        operations = len(reading.graph.nodes)
         try:
             finer = _plan_of(reading, options)
         except (ConfigurationError, PlanError) as error:
-            refused, kind = str(error), type(error)  # of the finest reading, if of all
+            refused.append(error)
             continue
         if found is None or _is_better(finer, found, options):
             found = finer
+        if _is_even(found, options):
+            return found
     whole = tuple(f"'{name}' {why}" for name, why in extracted.kept_whole.items())
-    if found is None:
-        reasons = f" Layers that stay whole: {'; '.join(whole)}." if whole else ""
-        raise kind(f"{refused}{reasons}")
-    return found if _is_even(found, options) else msgspec.structs.replace(found, kept_whole=whole)
+    if found is not None:
+        return msgspec.structs.replace(found, kept_whole=whole)
+    reasons = f" Layers that stay whole: {'; '.join(whole)}." if whole else ""
+    raise type(refused[-1])(f"{refused[-1]}{reasons}")  # of the finest reading
 
 
 # Most that a stage may have beyond its share before layers are opened, and how many times as small
@@ -173,10 +174,9 @@ EVEN, PARTS = 1.1, (2, 8)
 def _levels(extracted: ExtractedModel | NamedGraph, options: PlanOptions) -> list[int]:
     """How far to open layers, in turn, if at all; see `ExtractedModel.at_level`."""
     fixed = options.profile is not None or is_given(options.balance)
-    if isinstance(extracted, NamedGraph) or fixed:
-        return []
     stages = options.num_stages or options.num_ranks
-    if not isinstance(stages, int) or stages < 2:  # nothing to balance, or to be refused
+    # Nothing to open, to balance, or only to be refused
+    if isinstance(extracted, NamedGraph) or fixed or not isinstance(stages, int) or stages < 2:
         return []
     wanted = [math.ceil(math.log2(parts * stages)) for parts in PARTS]
     return [level for level in wanted if level in extracted.levels]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import statistics
 import time
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from tarantella_pp.errors import ConfigurationError, checked_count
+from tarantella_pp.internals.functional import likeness_of
 from tarantella_pp.internals.training import standardize_inputs
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
@@ -161,22 +161,12 @@ def _measure(
 
 def _likeness(call: Call, boundary: StageBoundary, inputs: Sequence[tf.Tensor]) -> str:
     """What two operations have in common that take equally long; a name where nobody knows."""
-    if call.place is not None:
+    text = None if call.place is not None else likeness_of(call.operation, call.arguments)
+    if text is None:
         return call.name
-    try:
-        config = dict(keras.saving.serialize_keras_object(call.operation))
-        config["config"] = {**config["config"], "name": None}
-        text = json.dumps(config, sort_keys=True, default=repr)
-    except (TypeError, ValueError, NotImplementedError):
-        return call.name
-    arguments = keras.tree.map_structure(
-        lambda x: str(x.shape) if isinstance(x, keras.KerasTensor) else repr(x),
-        (call.arguments.args, call.arguments.kwargs),
-    )
     shapes = [(str(x.shape), x.dtype.name) for x in inputs]
     sides = (boundary.input_gradients, boundary.outputs_with_gradient, boundary.outputs)
-    trained = [v.trainable for v in call.variables]
-    return f"{text} {arguments} {shapes} {[*map(len, sides)]} {trained}"
+    return f"{text} {shapes} {[*map(len, sides)]}"
 
 
 def _seconds(stage: Stage, inputs: Sequence[tf.Tensor], repeats: int) -> Measured:

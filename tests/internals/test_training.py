@@ -232,6 +232,10 @@ def test_the_body_of_a_function_is_found():
     assert "Maximum" in {op.type for op in body.get_operations()}
     assert len(body.inputs) == len(call.inputs)
     assert training.body_of(body.get_operations()[0]) is None
+    loop = tf.function(lambda x: tf.while_loop(lambda y: y < 9.0, lambda y: (y + 1.0,), (x,)))
+    operations = loop.get_concrete_function(tf.TensorSpec([])).graph.get_operations()
+    (step,) = filter(None, map(training.step_of, operations))
+    assert "AddV2" in {op.type for op in step.get_operations()}
 
 
 def test_a_gpu_is_found_where_there_is_one(monkeypatch):

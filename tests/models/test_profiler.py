@@ -14,6 +14,7 @@ from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.profiler import profile
 from tarantella_pp.partition.graph.keras_reader import extract
+from tarantella_pp.partition.graph.placeholders import SAMPLES
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.profile import NodeProfile, Profile
@@ -24,9 +25,11 @@ pytestmark = pytest.mark.keras
 
 @keras.saving.register_keras_serializable("tests")
 class Mixer(layers.Layer):
-    """A layer that no rule knows; its backward pass keeps three tensors."""
+    """A layer that plans cannot look into; its backward pass keeps three tensors."""
 
     def call(self, x):
+        if x.shape[0] == SAMPLES[0]:
+            raise ValueError("any number but that")
         return ops.sin(ops.sin(ops.sin(x)))
 
 
@@ -72,7 +75,7 @@ def test_a_profile_is_kept_and_taken_from_a_file(tmp_path, monkeypatch):
         profile(model, 9, cache=tmp_path / "bad.json", verbose=False)
 
 
-def test_layers_without_rules_are_measured():
+def test_layers_that_are_guessed_are_measured():
     x = inputs = keras.Input((32,))
     for _ in range(4):
         x = Mixer()(layers.Dense(32)(x))

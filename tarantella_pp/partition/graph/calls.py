@@ -7,16 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
-from tarantella_pp.partition.graph.flops import (
-    SizedTensor,
-    forward_flops,
-    sized_call,
-)
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Source, Tensor, Weight
-from tarantella_pp.partition.graph.layer_inside import OpenedLayer, Path
-from tarantella_pp.partition.graph.saved_activations import saved_activations
+from tarantella_pp.partition.graph.layer_inside import OpenedLayer
+from tarantella_pp.partition.graph.layer_trace import Path
 from tarantella_pp.partition.graph.traced_costs import NodeCost
 from tarantella_pp.partition.graph.units import item_bytes, sample_shape
 
@@ -45,8 +40,7 @@ class Call:
     unmasked: frozenset[int] = frozenset()
     # Whether Keras does not tell it whether it trains: a subclassed model without such an argument
     knows_no_training: bool = False
-    # Of a layer with others inside: what that costs, counted there
-    cost: NodeCost | None = None
+    cost: NodeCost | None = None  # `None` where it could not be traced
     # Of a part of an opened layer, where in it; `arguments`, `bindings` and `unmasked` are those of
     # the whole then, and `inputs` what the part reads
     place: PlaceInside | None = None
@@ -108,23 +102,25 @@ def graph_of(
     `states` has the `id` of variables that calls change.
     """
     weights = tuple(_weight(i, v, id(v) in states) for i, v in enumerate(variables))
-    weight_ids = {id(variable): i for i, variable in enumerate(variables)}
-    uses = [tuple(weight_ids[id(v)] for v in call.variables) for call in calls]
-    gradients = _gradients(found, calls, weights, uses)
-    sized = [
-        SizedTensor(t, sample_shape(tensor.shape, assumed_size), item_bytes(tensor.dtype), flows)
-        for t, (tensor, flows) in enumerate(zip(found, gradients, strict=True))
-    ]
-    # Tables of positions have no row for a sample; they count as one, never as nothing.
-    rows = [max(1, tensor.rows_per_sample or 1) for tensor in found]
+    ids = {id(variable): i for i, variable in enumerate(variables)}
+    sized = tuple(
+        # Tables of positions have no row for a sample; they count as one, never as nothing.
+        replace(
+            tensor,
+            bytes_per_sample=max(1, tensor.rows_per_sample or 1)
+            * math.prod(sample_shape(tensor.shape, assumed_size))
+            * item_bytes(tensor.dtype),
+        )
+        for tensor in found
+    )
     nodes = tuple(
-        _node(i, call, sized, tuple(weights[w] for w in used), rows)
-        for i, (call, used) in enumerate(zip(calls, uses, strict=True))
+        _node(i, call, sized, tuple(weights[ids[id(v)]] for v in call.variables))
+        for i, call in enumerate(calls)
     )
     unknown = any(sample_shape(t.shape, 1) != sample_shape(t.shape, 2) for t in found)
     return LayerGraph(
         nodes=nodes,
-        tensors=_tensors(found, nodes, sized, rows),
+        tensors=_tensors(sized, nodes),
         inputs=inputs,
         outputs=outputs,
         weights=weights,
@@ -132,9 +128,7 @@ def graph_of(
     )
 
 
-def _tensors(
-    found: Sequence[Tensor], nodes: tuple[Node, ...], sized: list[SizedTensor], rows: list[int]
-) -> tuple[Tensor, ...]:
+def _tensors(found: Sequence[Tensor], nodes: tuple[Node, ...]) -> tuple[Tensor, ...]:
     producers = {t: node.id for node in nodes for t in node.outputs}
     consumers: list[list[int]] = [[] for _ in found]
     aliases: dict[int, int] = {}
@@ -144,59 +138,45 @@ def _tensors(
         if node.kind in _ALIASES and len(node.inputs) == len(node.outputs) == 1:
             aliases[node.outputs[0]] = node.inputs[0]
     return tuple(
-        msgspec.structs.replace(
+        replace(
             tensor,
             producer=producers.get(t),
             consumers=tuple(consumers[t]),
-            bytes_per_sample=sized[t].bytes * rows[t],
-            has_gradient=sized[t].has_gradient,
             alias_of=aliases.get(t),
         )
         for t, tensor in enumerate(found)
     )
 
 
-def _node(
-    i: int, call: Call, sized: list[SizedTensor], weights: tuple[Weight, ...], rows: list[int]
-) -> Node:
-    times = max((rows[t] for t in (*call.inputs, *call.outputs)), default=1)
-    facts: dict[str, Any] = {
-        "id": i,
-        "name": call.name,
-        "kind": call.kind,
-        "inputs": call.inputs,
-        "outputs": call.outputs,
-        "weights": tuple(weight.id for weight in weights),
-        "parameters": sum(weight.bytes for weight in weights if weight.trainable),
-        "constants": sum(weight.bytes for weight in weights if not weight.trainable),
-    }
-    if call.cost is not None:
-        source: Source = "estimated" if call.cost.is_guess else "analytic"
-        return Node(
-            **facts,
-            flops=call.cost.flops,
-            flops_source=source,
-            keeps=call.cost.keeps,
-            residual_bytes=call.cost.residual_bytes,
-            residual_source=source,
-        )
-    described = sized_call(
-        call.operation,
-        call.arguments,
-        {key: sized[t] for key, t in call.bindings.items()},
-        tuple(sized[t] for t in call.outputs),
-        tuple(weight.shape for weight in weights if weight.trainable),
-    )
-    flops, flops_source = forward_flops(described)
-    kept = saved_activations(described)
+def _node(i: int, call: Call, found: Sequence[Tensor], weights: tuple[Weight, ...]) -> Node:
+    cost = call.cost or _guess(call, found, weights)
+    source: Source = "estimated" if cost.is_guess else "analytic"
     return Node(
-        **facts,
-        flops=flops * times,
-        flops_source=flops_source,
-        keeps=kept.tensors,
-        residual_bytes=kept.bytes * times,
-        residual_source=kept.source,
+        id=i,
+        name=call.name,
+        kind=call.kind,
+        inputs=call.inputs,
+        outputs=call.outputs,
+        weights=tuple(weight.id for weight in weights),
+        parameters=sum(weight.bytes for weight in weights if weight.trainable),
+        constants=sum(weight.bytes for weight in weights if not weight.trainable),
+        flops=cost.flops,
+        flops_source=source,
+        keeps=cost.keeps,
+        residual_bytes=cost.residual_bytes,
+        residual_source=source,
     )
+
+
+def _guess(call: Call, found: Sequence[Tensor], weights: tuple[Weight, ...]) -> NodeCost:
+    """Guesses that matrices are multiplied at each position, and all is kept."""
+    made = [found[t] for t in call.outputs]
+    entries = [t.bytes_per_sample / item_bytes(t.dtype) for t in made]
+    sizes = [(t.shape[-1] if t.shape else 1) or 1 for t in made]
+    positions = max((n / size for n, size in zip(entries, sizes, strict=True)), default=1.0)
+    matrices = sum(math.prod(weight.shape) for weight in weights if len(weight.shape) > 1)
+    kept = (*call.inputs, *call.outputs) if any(t.has_gradient for t in made) else ()
+    return NodeCost(2 * matrices * positions + sum(entries), kept, 0.0, is_guess=True)
 
 
 def _weight(i: int, variable: Any, stateful: bool) -> Weight:
@@ -210,19 +190,3 @@ def _weight(i: int, variable: Any, stateful: bool) -> Weight:
         bytes=math.prod(shape) * item_bytes(variable.dtype),
         stateful=stateful,
     )
-
-
-def _gradients(
-    found: Sequence[Tensor],
-    calls: Sequence[Call],
-    weights: tuple[Weight, ...],
-    uses: list[tuple[int, ...]],
-) -> list[bool]:
-    """Returns for each tensor whether the backward pass sends a gradient over it."""
-    flows = [False] * len(found)
-    for call, used in zip(calls, uses, strict=True):
-        upstream = any(weights[w].trainable for w in used) or any(flows[t] for t in call.inputs)
-        if upstream and call.kind != "StopGradient":
-            for t in call.outputs:  # integers and booleans have no gradients
-                flows[t] = any(kind in found[t].dtype for kind in ("float", "complex"))
-    return flows

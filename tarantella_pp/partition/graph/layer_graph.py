@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-# Where a figure comes from: a rule for that layer, a general guess, or a measurement.
+# Where a figure comes from: the traced graph, a guess, or a measurement.
 Source = Literal["analytic", "estimated", "measured"]
 # Kinds of operations whose gradients are some rows of their weights.
 LOOKUPS = frozenset({"Embedding"})
@@ -43,7 +43,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parameters: int = 0
     constants: int = 0  # bytes of its other variables
     flops: float = 0.0  # floating point operations of the forward pass, per sample
-    # Whether `flops` follows a rule for this layer or is a guess
+    # Whether `flops` were counted or are a guess
     flops_source: Source = "estimated"
     # Ids of those inputs and outputs that its backward pass needs again
     keeps: tuple[int, ...] = ()

@@ -1,17 +1,25 @@
-"""What traced operations of TensorFlow cost: arithmetic, and what their gradients need again.
+"""Traced operations of TensorFlow: what they follow from, and what they cost.
 
-So the inside of a layer gives its price, without a rule for each layer.
+Costs are arithmetic, and what gradients need again. So the inside of a layer gives its price,
+without a rule for each layer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from tarantella_pp.internals.training import body_of
-from tarantella_pp.partition.graph.flops import by_name, einsum_flops
+from tarantella_pp.internals.training import body_of, step_of
+
+Named = TypeVar("Named")
+
+
+def by_name(groups: Mapping[Named, str]) -> dict[str, Named]:
+    """Turns a value with the names it holds for into the value of each name."""
+    return {name: value for value, names in groups.items() for name in names.split()}
+
 
 #: Operations whose result is in the memory of what they are given.
 _VIEWS = {"Reshape", "Identity", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient"}
@@ -22,28 +30,28 @@ _STEPS = by_name(
         " Transpose ConcatV2 Pack Unpack StridedSlice Slice Split SplitV GatherV2 ResourceGather"
         " BroadcastTo Tile Pad PadV2 MirrorPad Fill Range Shape OneHot ReverseV2 Roll ZerosLike"
         " OnesLike ReadVariableOp SpaceToBatchND BatchToSpaceND SpaceToDepth DepthToSpace GatherNd"
-        " ScatterNd TensorScatterUpdate IdentityN",
+        " ScatterNd TensorScatterUpdate IdentityN ResizeNearestNeighbor",
         4: "Exp Log Log1p Expm1 Sqrt Rsqrt Pow Sin Cos Sigmoid Selu Elu Softplus Softsign",
         5: "Softmax LogSoftmax",
         6: "Tanh Erf Erfc",
-        8: "FusedBatchNormV3",
+        8: "FusedBatchNormV3 ResizeBilinear",
     }
 )
 _REDUCTIONS = by_name(
     {True: "Sum Mean Max Min Prod Any All ArgMax ArgMin Cumsum L2Loss AvgPool MaxPool"}
 )
 #: What is kept for the gradient: what goes in, what comes out, the factors of others that have a
-#: gradient, or a condition.
+#: gradient, a condition, or what the gradient takes from what goes in: as many numbers or booleans.
 _KEPT = by_name(
     {
-        "in": "Square Sin Cos Erf Log Log1p LeakyRelu Abs Pow Softplus Softsign L2Loss Max Min Prod"
-        " FusedBatchNormV3 Maximum Minimum AvgPool3D",
-        "out": "Exp Expm1 Sqrt Rsqrt Tanh Sigmoid Softmax LogSoftmax Relu Relu6 Elu Selu Reciprocal"
-        " Inv",
+        "in": "Square LeakyRelu Softsign L2Loss Max Min Prod FusedBatchNormV3 AvgPool3D",
+        "out": "Exp Sqrt Rsqrt Tanh Sigmoid Softmax Relu Relu6 Elu Selu Reciprocal Inv",
         "both": "MaxPool MaxPool3D",
         "factors": "Mul MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum Conv2D Conv3D"
         " DepthwiseConv2dNative Conv2DBackpropInput Conv3DBackpropInputV2 RealDiv DivNoNan Xdivy",
         "condition": "SelectV2 Select GatherV2 ResourceGather GatherNd",
+        "numbers": "LogSoftmax Sin Cos Erf Erfc Log Log1p Expm1 Abs Pow Softplus",
+        "booleans": "Maximum Minimum",
     }
 )
 _CONVOLUTIONS = {"Conv2D": 0, "Conv3D": 0, "Conv2DBackpropInput": 2, "Conv3DBackpropInputV2": 2}
@@ -65,12 +73,18 @@ class NodeCost:
 class Priced:
     """The operations of a graph that computes `samples` samples, with their costs."""
 
-    def __init__(self, operations: Sequence[Any], given: dict[Any, bool], samples: int) -> None:
+    def __init__(
+        self, operations: Sequence[Any], given: dict[Any, bool], weights: set[Any], samples: int
+    ) -> None:
         """`given` says of placeholders whether they have a gradient."""
         self._samples = samples
         self._operations = operations
         self._flows: dict[Any, bool] = dict(given)
+        # What follows from weights and constants alone, and so is made again, never kept
+        self._fixed = {ref.deref().op for ref in weights}
         for op in operations:
+            if op.type != "Placeholder" and all(t.op in self._fixed for t in op.inputs):
+                self._fixed.add(op)
             moved = op.type != "StopGradient" and any(self.flows(t) for t in op.inputs)
             for tensor in op.outputs:
                 if moved and (tensor.dtype.is_floating or tensor.dtype.is_complex):
@@ -80,22 +94,21 @@ class Priced:
         """Whether a tensor has a gradient."""
         return self._flows.get(tensor.ref(), False)
 
-    def of(self, places: Iterable[int], weights: set[Any], memory: dict[Any, Any]) -> NodeCost:
-        """What some operations cost; `weights` are in memory anyway.
-
-        `memory` has names of tensors by the memory that they are in.
-        """
+    def of(self, places: Iterable[int], memory: dict[Any, Any]) -> NodeCost:
+        """What some operations cost; `memory` has names of tensors by the memory they are in."""
         operations = [self._operations[place] for place in places]
         kept: dict[Any, float] = {}
+        more = 0.0
         for op in operations:
-            for tensor in self._kept(op) if any(map(self.flows, op.outputs)) else ():
-                held = memory_of(tensor)
-                if held.ref() not in weights and held.op.type != "Const":
-                    kept[held.ref()] = _size(held) * held.dtype.size / self._samples
+            if any(map(self.flows, op.outputs)):
+                more += _kept_besides(op, self._samples)
+                for held in map(memory_of, self._kept(op)):
+                    if held.op not in self._fixed:
+                        kept[held.ref()] = _bytes(held) / self._samples
         return NodeCost(
             sum(map(_flops, operations)) / self._samples,
             tuple(memory[ref] for ref in kept if ref in memory),
-            sum(size for ref, size in kept.items() if ref not in memory),
+            sum(size for ref, size in kept.items() if ref not in memory) + more / self._samples,
             any(op.type in _UNKNOWN for op in operations),
         )
 
@@ -115,6 +128,21 @@ class Priced:
         return []
 
 
+def frontier(wanted: Iterable[Any], is_given: Callable[[Any], bool]) -> tuple[list[Any], set[Any]]:
+    """Walks back from tensors to what is given: returns that, and the operations in between."""
+    given: list[Any] = []
+    run: set[Any] = set()
+    todo = list(wanted)
+    while todo:
+        tensor = todo.pop()
+        if is_given(tensor):
+            given.append(tensor)
+        elif tensor.op not in run:
+            run.add(tensor.op)
+            todo += tensor.op.inputs
+    return given, run
+
+
 def memory_of(tensor: Any) -> Any:
     """The tensor that has the memory of another one."""
     while tensor.op.type in _VIEWS:
@@ -122,15 +150,27 @@ def memory_of(tensor: Any) -> Any:
     return tensor
 
 
+def _kept_besides(op: Any, samples: int) -> float:
+    """Bytes that a gradient takes from what an operation is given, and keeps in its place."""
+    how = _KEPT.get(op.type)
+    if how == "numbers":
+        return _bytes(op.inputs[0])
+    if how == "booleans":
+        return float(_size(op.outputs[0]))
+    if op.type not in _UNKNOWN:
+        return 0.0
+    # As recurrent layers do: some vectors of the size of each state, at each position.
+    states = [t for t in op.inputs if t.shape.rank == 2 and t.shape[0] == samples]
+    return 4.0 * _steps_of(op) * sum(map(_bytes, states))
+
+
 def _flops(op: Any) -> float:
-    body = body_of(op)
+    body = body_of(op) or step_of(op)
     if body is not None:
-        return sum(map(_flops, body.get_operations()))
-    if op.type in _UNKNOWN:  # as recurrent layers do: products of matrices at each position
-        matrices = sum(_size(tensor) for tensor in op.inputs if tensor.shape.rank == 2)
-        return 2.0 * matrices * _steps_of(op)
+        return _steps_of(op) * sum(map(_flops, body.get_operations()))
     made = op.outputs[0] if op.outputs else None
-    if made is None or not (made.dtype.is_floating or made.dtype.is_complex or made.dtype.is_bool):
+    numbers = [made, *op.inputs] if made is not None and made.dtype.is_bool else [made]
+    if not any(t is not None and (t.dtype.is_floating or t.dtype.is_complex) for t in numbers):
         return 0.0
     if op.type in _CONVOLUTIONS:
         where = op.inputs[2] if _CONVOLUTIONS[op.type] else made
@@ -154,7 +194,26 @@ def _size(tensor: Any) -> int:
     return math.prod(size or 1 for size in known)
 
 
+def einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> float:
+    """Counts the operations of an einsum of two or more tensors."""
+    sizes: dict[str, int] = {}
+    for term, shape in zip(equation.split("->")[0].split(","), shapes, strict=True):
+        term = term.strip()
+        before, _, after = term.partition("...")
+        if "..." in term:
+            middle = shape[len(before) : len(shape) - len(after)]
+            sizes["..."] = max(sizes.get("...", 1), math.prod(middle))
+            shape = (*shape[: len(before)], *shape[len(shape) - len(after) :])
+        for letter, size in zip(before + after, shape, strict=True):
+            sizes[letter] = max(sizes.get(letter, 1), size)
+    return 2.0 * math.prod(sizes.values())
+
+
+def _bytes(tensor: Any) -> float:
+    return float(_size(tensor) * tensor.dtype.size)
+
+
 def _steps_of(op: Any) -> int:
-    """About how often a loop runs, over what is given to it."""
-    sequences = [t.shape for t in op.inputs if t.shape.rank == 3]
-    return max((shape[1] or 1 for shape in sequences), default=1)
+    """About how often a loop runs, over what is given to it; once for all else."""
+    lists = [t.op for t in op.inputs if t.op.type == "TensorListFromTensor" and step_of(op)]
+    return max((made.inputs[0].shape[0] or 1 for made in lists), default=1)

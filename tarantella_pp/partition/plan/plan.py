@@ -30,8 +30,8 @@ class Plan(PlanData, frozen=True):
             that was not simulated.
         assumed_size: Size that unknown dimensions other than the batch were counted with.
         kept_whole: Layers that would have been opened for a better balance and cannot be, and why.
-        estimated: Kinds of layers whose costs are guesses; all others follow rules or, where
-            stages have seconds, measurements.
+        estimated: Kinds of layers whose costs are guesses; all others are counted or, where
+            stages have seconds, measured.
         schedule_text: Text of the schedule where its name does not say all: a user's own, or one
             that was searched for.
         ranks: Rank of each stage that the plan was made for; empty where each has its own.

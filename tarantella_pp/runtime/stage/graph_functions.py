@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tarantella_pp.partition.graph.traced_costs import frontier as frontier
 from tarantella_pp.runtime.weights.slices import lookups_of
 
 
@@ -190,23 +191,6 @@ def ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
             seen.add(op)
             todo += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
     return seen
-
-
-def frontier(
-    wanted: Iterable[tf.Tensor], is_given: Callable[[tf.Tensor], bool]
-) -> tuple[list[tf.Tensor], set[tf.Operation]]:
-    """Returns what some tensors are computed from."""
-    given: list[tf.Tensor] = []
-    run: set[tf.Operation] = set()
-    todo = list(wanted)
-    while todo:
-        tensor = todo.pop()
-        if is_given(tensor):
-            given.append(tensor)
-        elif tensor.op not in run:
-            run.add(tensor.op)
-            todo += tensor.op.inputs
-    return given, run
 
 
 def in_order(

@@ -26,7 +26,8 @@ from tarantella_pp.internals.state import (
     outside_stateless_scopes,
 )
 from tarantella_pp.partition.graph.calls import Call
-from tarantella_pp.partition.graph.layer_inside import LayerCall, Made, Path, is_glue, own_tensor
+from tarantella_pp.partition.graph.layer_trace import LayerCall, Made, Path, is_glue, own_tensor
+from tarantella_pp.partition.graph.traced_costs import frontier
 
 Values: TypeAlias = dict[int, Any]
 Observer: TypeAlias = Callable[[Call, Sequence[Any]], None]
@@ -87,7 +88,7 @@ class _OpenedRun:
         self._own = {id(variable) for call in calls for variable in call.variables}
         self._tensors, self._masks, self._observe = tensors, masks, observe
         self._losses: list[tuple[Path, Any]] = []  # and the calls whose code adds them
-        self._missing: set[Any] = set()  # placeholders of absent tensors
+        self._missing: set[Any] = set()  # operations: placeholders of absent tensors
         self._args: dict[Path, list[Any]] = {}  # tensors that calls were given, and their masks
         self._open: list[tuple[Path, itertools.count[int]]] = []
         self._in_leaf = False
@@ -98,10 +99,9 @@ class _OpenedRun:
     def run(self, training: bool | None) -> list[tuple[str, Any]]:
         """Runs the layer; returns the losses that its own code adds, as far as that is here."""
         call = self._first
-        values = {}
-        for key, tensor in call.bindings.items():
-            values[key] = self._value(tensor, unmasked=tensor in call.unmasked)
-        args, kwargs = call.arguments.fill_in(values)
+        args, kwargs = call.arguments.fill_in(
+            {k: self._value(t, unmasked=t in call.unmasked) for k, t in call.bindings.items()}
+        )
         scope = GlueScope(self._read, self._write, self._add)
         inlined = functions_inside(are_inlined=True)
         with scope, layer_calls(self._called), inlined, only_traced():
@@ -124,7 +124,7 @@ class _OpenedRun:
 
     def _placeholder(self, dtype: str, shape: Any) -> Any:
         value = tf.compat.v1.placeholder(dtype, shape)
-        self._missing.add(value.ref())
+        self._missing.add(value.op)
         return value
 
     def _read(self, variable: Any) -> Any:
@@ -218,18 +218,10 @@ class _OpenedRun:
         self, tensors: Sequence[Any], known: dict[Any, set[int]], own: set[int]
     ) -> tuple[set[int], bool]:
         """The tensors of the model that some follow from, and whether from missing ones, too."""
-        needed = [tensor for tensor in tensors if tf.is_symbolic_tensor(tensor)]
-        found, seen, is_missing = set[int](), set[Any](), False
-        while needed:
-            tensor = needed.pop()
-            if tensor.ref() in seen:
-                continue
-            seen.add(tensor.ref())
-            others = known.get(tensor.ref(), set()) - own
-            found |= others
-            is_missing |= tensor.ref() in self._missing
-            needed += [] if others else tensor.op.inputs
-        return found, is_missing
+        wanted = [tensor for tensor in tensors if tf.is_symbolic_tensor(tensor)]
+        given, run = frontier(wanted, lambda tensor: bool(known.get(tensor.ref(), own) - own))
+        found = {t for tensor in given for t in known[tensor.ref()] - own}
+        return found, not self._missing.isdisjoint(run)
 
     def _error(self, what: str) -> UnsupportedModelError:
         name = self._whole.operation.name

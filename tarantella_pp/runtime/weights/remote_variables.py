@@ -171,8 +171,8 @@ class _Remote(keras.Variable):  # type: ignore[misc]
 
     def assign(self, value: Any) -> Any:
         """Takes over a value, which is the true one from now on."""
-        if tuple(np.shape(value)) != tuple(self.shape):
-            return super().assign(value)  # which names what does not fit
+        if needs_only_shapes() or tuple(np.shape(value)) != tuple(self.shape):
+            return super().assign(value)  # which takes note of it, or names what does not fit
         # While a file is loaded on all ranks, each keeps its own part of it; a value for others
         # would fill the memory.
         if _only_own.get() and not hasattr(self, "_used_here"):

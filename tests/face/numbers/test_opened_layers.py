@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import Counter
 
 import keras
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.models.data_parallel_model import Model
+from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.graph.keras_reader import extract
@@ -143,6 +145,36 @@ def test_layers_are_opened_only_where_that_helps():
     parts = sum(node.flops for node in finest.graph.nodes)
     assert parts == pytest.approx(sum(node.flops for node in closed.graph.nodes))
     assert make_plan(model, 2).node_names == tuple(call.name for call in closed.calls)
+
+
+class Normed(keras.layers.Layer):
+    """Two layers, one with statistics; what it does is set later."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.norm = keras.layers.Dense(4), keras.layers.BatchNormalization()
+        self.twice = False
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.norm.build(shape)
+
+    def call(self, x):
+        y = self.dense(x)
+        return self.norm(self.dense(y) if self.twice else y)
+
+
+def test_layers_without_values_are_opened_and_those_that_do_the_same_are_looked_into_once():
+    with only_shapes():
+        blocks = [Normed() for _ in range(4)]
+        blocks[2].twice = True
+        x = y = keras.Input((4,))
+        for block in blocks:
+            y = block(y)
+        read = extract(keras.Model(x, y))
+    assert len(read.looked.alike) == 3  # of which the first is given no gradient
+    inside = Counter(call.name.split("/")[0] for call in read.at_level(12).calls)
+    assert [inside[block.name] for block in blocks] == [2, 2, 3, 2]
 
 
 def test_reading_leaves_a_model_as_it_was():

@@ -1,3 +1,5 @@
+"""Arithmetic of calls, as it is traced: products count exactly, all else by its numbers."""
+
 from __future__ import annotations
 
 import keras
@@ -32,36 +34,37 @@ def flops_of(layer, *shapes, dtype="float32", listed=False, **call):
         (layers.Conv2DTranspose(4, 3, use_bias=False), [(8, 8, 3)], 2 * 64 * 3 * 4 * 9),
         (layers.MaxPooling2D(2), [(8, 8, 3)], 16 * 3 * 4),
         (layers.GlobalAveragePooling2D(), [(8, 8, 3)], 192),
-        (layers.BatchNormalization(), [(8, 8, 3)], 4 * 192),
         (layers.Activation("relu"), [(8,)], 8),
         (layers.Flatten(), [(8, 3)], 0),
     ],
 )
-def test_rules(layer, shapes, expected):
+def test_layers(layer, shapes, expected):
     assert flops_of(layer, *shapes) == (expected, "analytic")
 
 
 def test_an_embedding_read_backwards_is_a_product():
-    table = layers.ReversibleEmbedding(11, 4)
-    assert flops_of(table, (5,), dtype="int32") == (0.0, "analytic")
-    assert flops_of(table, (5, 4), reverse=True) == (2 * 5 * 11 * 4, "analytic")
+    products = 2 * 5 * 11 * 4
+    assert flops_of(layers.ReversibleEmbedding(11, 4), (5, 4), reverse=True)[0] == products
     capped = layers.ReversibleEmbedding(11, 4, logit_soft_cap=30.0)
-    assert flops_of(capped, (5, 4), reverse=True)[0] > 2 * 5 * 11 * 4 + 5 * 11
+    assert flops_of(capped, (5, 4), reverse=True)[0] > products + 5 * 11
 
 
-def test_recurrent_layers_are_guessed_by_their_matrices():
-    assert flops_of(layers.LSTM(4), (6, 5)) == (6 * 2 * 4 * 4 * 9 + 4, "estimated")
-    within = layers.TimeDistributed(layers.Dense(3, use_bias=False))
-    assert flops_of(within, (6, 5)) == (6 * (2 * 15 + 3), "estimated")
+def test_loops_take_the_products_of_each_position():
+    found, source = flops_of(layers.LSTM(16), (60, 5))
+    products = 60 * 2 * 4 * 16 * (16 + 5)
+    assert products < found < 1.5 * products
+    assert source == "estimated"  # what it keeps is
+    shorter, _ = flops_of(layers.LSTM(16), (30, 5))
+    assert shorter == pytest.approx(found / 2, rel=0.03)
 
 
-def test_attention_counts_projections_scores_and_softmax():
-    heads, size, dim, queries, keys = 2, 4, 8, 5, 7
+def test_attention_counts_projections_and_scores():
+    heads, size, dim, queries, keys = 2, 64, 8, 50, 70
     found, source = flops_of(layers.MultiHeadAttention(heads, size), (queries, dim), (keys, dim))
-    width = heads * size
-    projections = 2 * dim * width * (2 * queries + 2 * keys)
-    scores = heads * queries * keys
-    assert (found, source) == (projections + scores * (4 * size + 5), "analytic")
+    products = 2 * dim * heads * size * (2 * queries + 2 * keys)
+    products += heads * queries * keys * 4 * size
+    assert products < found < 1.1 * products
+    assert source == "analytic"
 
 
 def test_operations():
@@ -92,12 +95,20 @@ class Doubled(layers.Dense):
         return 2 * super().call(x)
 
 
-def test_layers_without_a_rule_are_guessed_and_say_so():
-    found, source = flops_of(Mixer(), (5, 8))
-    assert source == "estimated"
-    assert found == 2 * 5 * 2 * 8 * 16 + 5 * 8
-    assert flops_of(Doubled(4), (8,))[1] == "estimated"
-    assert flops_of(layers.Lambda(lambda x: x), (8,))[1] == "estimated"
+class Picky(layers.Dense):
+    """A layer that nobody can look into."""
+
+    def call(self, x):
+        if x.shape[0] is not None:
+            raise ValueError("any number but that")
+        return super().call(x)
+
+
+def test_layers_without_a_rule_cost_what_is_inside_or_a_guess_that_says_so():
+    assert flops_of(Mixer(), (5, 8)) == (2 * 5 * 2 * 8 * 16, "analytic")
+    assert flops_of(Doubled(4, use_bias=False), (8,)) == (2 * 8 * 4 + 4, "analytic")
+    assert flops_of(layers.Lambda(lambda x: x), (8,)) == (0.0, "analytic")
+    assert flops_of(Picky(4), (8,)) == (2 * 8 * 4 + 4, "estimated")
 
 
 def test_a_known_network():

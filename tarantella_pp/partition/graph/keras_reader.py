@@ -168,7 +168,10 @@ class _Reader:
                 f"Outputs {passed_on} of model '{model.name}' are its inputs as they are, so no "
                 "stage computes them. Leave them out of the outputs."
             )
-        variables = tuple({id(v): v for call in self._calls for v in call.variables}.values())
+        found = {id(v): v for call in self._calls for v in call.variables}
+        # As in the model with nothing opened, so that files of a run know them by their places
+        order = [id(v) for v in readings[0].variables] if readings else []
+        variables = tuple({v: found[v] for v in (*order, *found) if v in found}.values())
         graph = graph_of(
             self._tensors,
             self._calls,

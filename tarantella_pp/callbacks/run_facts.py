@@ -38,7 +38,7 @@ def facts_of(model: Any, data: Mapping[str, Any]) -> Any:
             "variables": [
                 [v.name, *spec_of(v), bool(v.trainable)] for v in engine.weights.variables
             ],
-            "model": engine.extracted.reader.whole.fingerprint(),
+            "model": engine.extracted.readings[0].graph.fingerprint(),
             "compiled": compiled,
             "data": dict(data),
         }

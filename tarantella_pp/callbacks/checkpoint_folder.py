@@ -3,6 +3,7 @@
 DIRECTORY/step-00000120/                 files of tensors, and the manifest, written last
 DIRECTORY/.writing-step-00000130.5f1c/   one that is being written; a job that begins removes it
 DIRECTORY/.replaced-step-00000120/       one that is being replaced; that job removes it, too
+DIRECTORY/.removed-step-00000110/        one that is being removed: half of one has no name
 
 A directory belongs to one job at a time. No lock says so, for over a network a lock
 can outlive its host. A job notices, before it writes, what it has neither found nor written.
@@ -27,9 +28,8 @@ from tarantella_pp.errors import ConfigurationError, FileError, FormatError
 from tarantella_pp.files import sync
 
 _NAME = re.compile(r"step-(\d{8,})")
-# What the name of one begins with that is being written, and of one that is being replaced.
-DRAFT = ".writing-"
-_REPLACED = ".replaced-"
+# What the name of one begins with that is being written, replaced or removed.
+DRAFT, _REPLACED, _REMOVED = ".writing-", ".replaced-", ".removed-"
 
 
 def name_of_step(step: int) -> str:
@@ -56,8 +56,9 @@ def put_back(directory: Path) -> None:
 def remove_leftovers(directory: Path) -> None:
     """Makes the directory, and removes what a kill has left in it."""
     directory.mkdir(parents=True, exist_ok=True)
-    for left in (*directory.glob(f"{DRAFT}*"), *directory.glob(f"{_REPLACED}*")):
-        shutil.rmtree(left)
+    for kind in (DRAFT, _REPLACED, _REMOVED):
+        for left in directory.glob(f"{kind}*"):
+            shutil.rmtree(left)
 
 
 def begin_draft(directory: Path, step: int, known: Collection[str]) -> Path:
@@ -100,7 +101,7 @@ def remove_old(directory: Path, keep: int, name: str, known: Collection[str]) ->
     first = found.index(directory / name)
     for path in (*found[:first], *found[first + keep :]):
         if path.name in known:
-            shutil.rmtree(path)
+            shutil.rmtree(path.replace(path.with_name(f"{_REMOVED}{path.name}")))
 
 
 def damages(folder: Path, is_mine: Callable[[int], bool] = lambda number: True) -> Iterator[str]:

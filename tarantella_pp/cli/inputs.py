@@ -29,6 +29,7 @@ from tarantella_pp.errors import (
     needed_for,
 )
 from tarantella_pp.launch.cause import describe
+from tarantella_pp.schedule import TRAINING_NAMES
 
 if TYPE_CHECKING:
     from tarantella_pp.partition.plan.plan import Plan
@@ -44,7 +45,8 @@ _VARIABLES = {
     "TF_ENABLE_ONEDNN_OPTS": "0",
 }
 
-# Help of an option that names a machine.
+# What options name: a schedule, and a machine.
+SCHEDULES = ", ".join(TRAINING_NAMES)
 MACHINE = "core, p40, v100, a100, h100, h200, or a file that `HardwareSpec.save` wrote"
 
 

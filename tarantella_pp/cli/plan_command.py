@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING
 
 from tarantella_pp.cli import inputs
 from tarantella_pp.cli.inputs import positive_int
-from tarantella_pp.cli.output import (
-    add_subcommands,
-    check_target,
-    write_table,
-)
+from tarantella_pp.cli.output import add_subcommands, check_target, write_table
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -60,8 +56,8 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
     add("--micro-batches", dest="num_micro_batches", type=positive_int, metavar="M",
         help="micro-batches of a step (default: as make_plan chooses)")  # fmt: skip
     add("--schedule", metavar="NAME",
-        help="gpipe, 1f1b, eager-1f1b, zb-h1, interleaved, zb-v, zb-auto or the text file of a "
-        "schedule (default: the fastest of some, else 1f1b)")  # fmt: skip
+        help=f"{inputs.SCHEDULES}, or the text file of a schedule (default: the fastest of some, "
+        "else 1f1b)")  # fmt: skip
     machines = f"{inputs.MACHINE} (default: a core, or the GPU that is there)"
     add("--machine", metavar="NAME", help=machines)
     add("--optimizer", metavar="NAME",

@@ -44,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="per second between ranks, each way, e.g. 1.25GB (default: the machine's)",
     )
-    add("--schedule", metavar="NAME",
-        help="gpipe, 1f1b, eager-1f1b, interleaved, zb-h1, zb-v or zb-auto "
-        "(default: the plan's)")  # fmt: skip
+    add("--schedule", metavar="NAME", help=f"{inputs.SCHEDULES} (default: the plan's)")
     add("--micro-batches", type=inputs.positive_int, metavar="M",
         help="micro-batches of the same batch (default: the plan's)")  # fmt: skip
     add("--ranks", type=inputs.positive_int, metavar="N",

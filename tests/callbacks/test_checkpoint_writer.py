@@ -10,7 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tarantella_pp.callbacks.checkpoint_folder import DRAFT, DataPosition
+from tarantella_pp.callbacks import checkpoint_folder
+from tarantella_pp.callbacks.checkpoint_folder import (
+    DRAFT,
+    DataPosition,
+    checkpoints_in,
+    damages,
+)
 from tarantella_pp.callbacks.checkpoint_reader import newest_whole
 from tarantella_pp.callbacks.checkpoint_writer import CheckpointWriter
 from tarantella_pp.callbacks.tensor_file import TensorFile
@@ -121,6 +127,23 @@ def test_one_of_the_same_step_is_there_until_another_takes_its_place(
     write(tmp_path, 1)
     assert newest(tmp_path) == 1
     assert os.listdir(tmp_path) == ["step-00000001"]
+
+
+def test_none_is_half_removed(tmp_path, monkeypatch):
+    def stop(folder, **options):
+        if folder.exists():
+            next(folder.iterdir()).unlink()
+            raise Killed
+
+    for step in range(1, KEEP + 1):
+        write(tmp_path, step)
+    with monkeypatch.context() as only:
+        only.setattr(checkpoint_folder.shutil, "rmtree", stop)
+        with pytest.raises(Killed):
+            write(tmp_path, KEEP + 1)
+    assert [problem for path in checkpoints_in(tmp_path) for problem in damages(path)] == []
+    write(tmp_path, KEEP + 2)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000003", "step-00000004"]
 
 
 def test_a_folder_that_cannot_be_synced_is_no_error_and_a_file_is(tmp_path, monkeypatch):

@@ -263,16 +263,19 @@ def register_function(definition: Any) -> None:
 
 def body_of(operation: Any) -> Any:
     """The graph of the function that an operation calls; `None` for any other operation."""
-    if operation.type not in ("PartitionedCall", "StatefulPartitionedCall"):
-        return None
-    return operation.graph._get_function(operation.get_attr("f").name).graph
+    calls = operation.type in ("PartitionedCall", "StatefulPartitionedCall")
+    return _graph_of(operation, "f") if calls else None
 
 
 def step_of(operation: Any) -> Any:
     """The graph of a step of a loop; `None` for any other operation."""
-    if operation.type not in ("While", "StatelessWhile"):
-        return None
-    return operation.graph._get_function(operation.get_attr("body").name).graph
+    return _graph_of(operation, "body") if operation.type in ("While", "StatelessWhile") else None
+
+
+def _graph_of(operation: Any, attribute: str) -> Any:
+    # Old functions, as in TensorFlow's CTC loss, have none.
+    function = operation.graph._get_function(operation.get_attr(attribute).name)
+    return getattr(function, "graph", None)
 
 
 class Gpu(NamedTuple):

@@ -191,6 +191,11 @@ def two_towers() -> keras.Model:
     return keras.Model([user, item], layers.Dot(axes=1, normalize=True)([x, y]))
 
 
+def autoencoder() -> keras.Model:
+    encoder, decoder = net(8, 6, 3), net(3, 6, 8)
+    return keras.Model(encoder.inputs, decoder(encoder.outputs[0]))
+
+
 class Latents(layers.Layer):
     """A learned array that reads what there is, as the Perceiver's does."""
 
@@ -299,8 +304,61 @@ class Distiller(keras.Model):
         return 0.3 * own + 0.7 * 9.0 * ops.mean(taught)
 
 
+class GAN(keras.Model):
+    """Two nets, an optimizer for each, and a step in which the second reads the first's update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = net(6, 5, 4), net(4, 5, 1)
+
+    def call(self, x: Any) -> Any:
+        return self.critic(self.generator(x))
+
+    def compile(self, optimizer: Any, loss: Any = None, **options: Any) -> None:
+        super().compile(optimizer, loss, **options)
+        self.of_critic = keras.optimizers.Adam(2e-2)
+        self.trackers = [keras.metrics.Mean(name=name) for name in ("loss", "critic_loss")]
+
+    @property
+    def metrics(self) -> list[Any]:
+        return self.trackers
+
+    def _critics_loss(self, x: Any, real: Any) -> Any:
+        judged = ops.concatenate([self(x), self.critic(real)], axis=0)
+        zeros = ops.zeros((ops.shape(x)[0], 1))
+        return self.loss(ops.concatenate([zeros + 1, zeros], axis=0), judged)
+
+    def _makers_loss(self, x: Any) -> Any:
+        return self.loss(ops.zeros((ops.shape(x)[0], 1)), self(x))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, real = data
+        with tf.GradientTape() as tape:
+            critics = self._critics_loss(x, real)
+        weights = self.critic.trainable_weights
+        self.of_critic.apply_gradients(zip(tape.gradient(critics, weights), weights, strict=True))
+        with tf.GradientTape() as tape:
+            makers = self._makers_loss(x)
+        weights = self.generator.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(makers, weights), weights, strict=True))
+        return self._told(makers, critics)
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, real = data
+        return self._told(self._makers_loss(x), self._critics_loss(x, real))
+
+    def _told(self, *losses: Any) -> dict[str, Any]:
+        for tracker, loss in zip(self.trackers, losses, strict=True):
+            tracker.update_state(loss)
+        return {tracker.name: tracker.result() for tracker in self.trackers}
+
+
 def from_logits() -> Any:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def judged() -> Any:
+    return keras.losses.BinaryCrossentropy(from_logits=True)
 
 
 def one_hot(*shape: int) -> Any:
@@ -321,9 +379,11 @@ PATTERNS = {
         sequence_to_sequence, [of(5, 5), one_hot(6)], one_hot(6), "categorical_crossentropy"
     ),
     "two_towers": Pattern(two_towers, [ids(), ids(3, seed=1)], of(1)),
+    "autoencoder": Pattern(autoencoder, of(8), of(8)),
     "perceiver": Pattern(perceiver, of(7, 4), of(2, seed=1), "huber"),
     "vae": Pattern(VAE, of(6), None, None, (), own_step=True),
     "distiller": Pattern(Distiller, of(6), CLASSES, from_logits, ("accuracy",), own_step=True),
+    "gan": Pattern(GAN, of(6), of(4, seed=1), judged, (), own_step=True),
 }
 
 

@@ -118,9 +118,10 @@ def hides_its_graph(model: Any) -> bool:
 
 
 def adopt_layers(model: Any, other: Any) -> None:
-    """Has a model count its layers, and with them its weights, in the order of another one."""
+    """Has a model count its layers and their weights as another one does, and log its metrics."""
     if isinstance(other, Functional):
         object.__setattr__(model, "_layers", list(other._layers))
+    model._metrics.extend(own_metrics(other))
 
 
 def is_plain_call(model: Any) -> bool:
@@ -167,8 +168,8 @@ def sublayers(operation: Any) -> list[Any]:
 
 def layer_metrics(operation: Any) -> list[Any]:
     """Returns the metrics that a call may update: of a layer and all layers in it."""
-    layers = [layer for layer in sublayers(operation) if not isinstance(layer, keras.Model)]
-    return list(dict.fromkeys(metric for layer in layers for metric in layer.metrics))
+    own = (x._metrics if isinstance(x, keras.Model) else x.metrics for x in sublayers(operation))
+    return list(dict.fromkeys(metric for metrics in own for metric in metrics))
 
 
 def own_metrics(model: Any) -> list[Any]:

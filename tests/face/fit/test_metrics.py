@@ -105,6 +105,13 @@ def _plain(value):
     return np.asarray(value).tolist()
 
 
+def test_metrics_of_a_subclassed_model_are_in_the_logs():
+    kept = case([], watching)
+    in_one, pipeline = used(make(kept)), used(make(kept, num_stages=1, num_micro_batches=3))
+    assert in_one["kinds"] == pipeline["kinds"]
+    assert distance(in_one["numbers"], pipeline["numbers"]) < ROUNDING
+
+
 def test_outputs_are_let_go_unless_a_metric_needs_them_at_once(monkeypatch):
     kept = []
     logs = BatchStep.logs
@@ -154,6 +161,25 @@ def watched():
     model = keras.Model(inputs, layers.Softmax()(layers.Dense(3)(nested(x))))
     for i, metric in enumerate(model.metrics):
         metric.name = f"seen_{i}"
+    return model
+
+
+class Watching(keras.Model):
+    """A subclassed model with a metric that its call updates, and one that nothing does."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = layers.Dense(3, activation="softmax")
+        self.seen, self.unused = MEAN("seen"), keras.metrics.Sum("unused")
+
+    def call(self, x):
+        self.seen.update_state(ops.square(x))
+        return self.last(x)
+
+
+def watching():
+    model = Watching()
+    model(keras.Input((6,)))
     return model
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from tarantella_pp.cause import describe
 from tarantella_pp.cli.output import existing_file
 from tarantella_pp.errors import (
     ConfigurationError,
@@ -28,7 +29,6 @@ from tarantella_pp.errors import (
     UnsupportedModelError,
     needed_for,
 )
-from tarantella_pp.launch.cause import describe
 from tarantella_pp.schedule import TRAINING_NAMES
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tarantella_pp.launch.cause import describe
+from tarantella_pp.cause import describe
 from tarantella_pp.launch.records import FAILED, RETURNED, STARTED, headline
 
 # How long mpiexec gets to pass a rank's last words on before the job is aborted.

@@ -25,9 +25,9 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from tarantella_pp.cause import describe
 from tarantella_pp.errors import LaunchError
 from tarantella_pp.launch import records
-from tarantella_pp.launch.cause import describe
 from tarantella_pp.launch.environment import (
     LOG_ALL_VARIABLE,
     LOG_LEVEL_VARIABLE,

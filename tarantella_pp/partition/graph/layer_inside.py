@@ -17,8 +17,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.cause import describe
 from tarantella_pp.internals.functional import class_of_keras, likeness_of, tree
-from tarantella_pp.launch.cause import describe
 from tarantella_pp.partition.graph.layer_trace import (
     LayerCall,
     LayerParts,

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tarantella_pp.cause import calling_line, describe
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.launch.cause import calling_line, describe
 from tarantella_pp.runtime.comm.waiting import Waiter
 
 _TAG = 0

@@ -102,7 +102,7 @@ def _probe(
         # Of Keras' own, hinges look at all labels: whether these are 0 and 1, or -1 and 1.
         if not made_by_keras(metric) and nonlinear(op.inputs[1:], follows) is not None:
             return _mixes(metric)  # which may show with other samples only
-    return PartsProbe(traced, inputs, [], writes, variables)
+    return PartsProbe(traced, inputs, [], (writes, variables))
 
 
 def _made_up(spec: tf.TensorSpec, y: Any, rng: np.random.Generator) -> tf.Tensor:

@@ -202,14 +202,14 @@ class PartsProbe:
         function: Any,
         inputs: Sequence[tf.Tensor],
         fetches: Sequence[tf.Tensor],
-        effects: Sequence[tf.Operation] = (),
-        written: Sequence[tf.Variable] = (),
+        writes: tuple[Sequence[tf.Operation], Sequence[tf.Variable]] = ((), ()),
         rows: int = _FEW,
         disturbed: float = 0.0,
         read: Callable[[Sequence[tf.Tensor]], list[Array]] | None = None,
     ) -> None:
         operations = function.graph.get_operations()
-        self._function, self._inputs, self._effects = function, list(inputs), effects
+        self._function, self._inputs = function, list(inputs)
+        self._effects, written = writes
         self._draws = [op.outputs[0] for op in operations if DRAWS.match(op.type)]
         self._fetches = list(fetches)
         self._read = read or _arrays_of  # makes values of what the function gives

@@ -263,7 +263,7 @@ class ProbeTrace:
             for op in self.function.graph.get_operations()
             if has_effect(op) and any(tensor.ref() in inner for tensor in op.inputs)
         ]
-        return PartsProbe(self.function, self._feeds[2:], [], effects, variables)
+        return PartsProbe(self.function, self._feeds[2:], [], (effects, variables))
 
     def reads(self, variable: tf.Variable) -> bool:
         """Whether what the stage computes follows from the value of a variable."""

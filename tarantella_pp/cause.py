@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 MOST_CHARACTERS = 600
-_LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
+_LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parent))
 _INSTALLED = ("site-packages", "dist-packages", "__autograph_generated")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m|\{\{function_node .*?\}\}")
 # What Keras and TensorFlow write below the message itself.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tarantella_pp.launch.cause import MOST_CHARACTERS, describe
+from tarantella_pp.cause import MOST_CHARACTERS, describe
 
 GRAPH = (
     "Graph execution error:\n\nDetected at node part/embedding/GatherV2 defined at (most recent "

@@ -95,8 +95,7 @@ class StepProbe:
             trace.function,
             trace.inputs,
             [*dense.values(), *(each[2] for each in self._lookups), *trace.outputs],
-            [op for op in trace.graph.get_operations() if has_effect(op)],
-            trace.written,
+            ([op for op in trace.graph.get_operations() if has_effect(op)], trace.written),
         )
         self._probe = self._make()
 

@@ -168,7 +168,8 @@ def sublayers(operation: Any) -> list[Any]:
 
 def layer_metrics(operation: Any) -> list[Any]:
     """Returns the metrics that a call may update: of a layer and all layers in it."""
-    own = (x._metrics if isinstance(x, keras.Model) else x.metrics for x in sublayers(operation))
+    layers = sublayers(operation)
+    own = (own_metrics(x) if isinstance(x, keras.Model) else x.metrics for x in layers)
     return list(dict.fromkeys(metric for metrics in own for metric in metrics))
 
 

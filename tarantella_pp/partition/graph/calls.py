@@ -44,6 +44,8 @@ class Call:
     # Of a part of an opened layer, where in it; `arguments`, `bindings` and `unmasked` are those of
     # the whole then, and `inputs` what the part reads
     place: PlaceInside | None = None
+    # The model's variables that it reads past its layers: arguments, or by an opened layer's code
+    past: tuple[Any, ...] = ()
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -77,7 +79,6 @@ class PlaceInside:
     layer: Any  # the layer called, or the one that this is the rest of
     reads: tuple[int, ...]  # ids of tensors
     needs: frozenset[int]  # the ones that it reads however it is called
-    weights: tuple[Any, ...]  # the model's variables that it reads past the layers in it
 
 
 #: Operations whose result is a view of what they are given.

@@ -320,7 +320,8 @@ class _Reader:
         cost = inside.cost()
         if cost is not None:
             cost = _cost(cost, lambda v: bound[v.place] if v.path is None else outputs[v.place])
-        whole = replace(call, name=name, outputs=outputs, variables=variables, cost=cost)
+        past = tuple(v for v in states_of(None, node.arguments) if id(v) in self._owned)
+        whole = replace(call, name=name, outputs=outputs, variables=variables, cost=cost, past=past)
         self._calls.append(whole)
         return outputs
 
@@ -346,8 +347,7 @@ class _Reader:
             reads = tuple(map(tensor_of, part.values))
             made[where] = self._add_tensors(name, part.makes, layer, reads, variables)
             needs = frozenset(map(tensor_of, part.needs))
-            weights = tuple(v for v in read if id(v) in self._owned)
-            place = PlaceInside(whole, where, layer, reads, needs, weights)
+            place = PlaceInside(whole, where, layer, reads, needs)
             self._calls.append(
                 replace(
                     call,
@@ -357,6 +357,7 @@ class _Reader:
                     variables=variables,
                     cost=_cost(part.cost, tensor_of),
                     place=place,
+                    past=tuple(v for v in read if id(v) in self._owned),
                 )
             )
         for inner, values in opened.aliases.items():

@@ -105,11 +105,21 @@ def nonlinear_uses(tensors: Sequence[tf.Tensor], follows: set[Any]) -> Iterator[
 def sums_of(users: Sequence[tf.Operation], follows: set[Any]) -> list[tf.Tensor] | None:
     """The sums that operations use, not those made of others; `None` if a function makes some."""
     found = {}
+    todo: list[tf.Tensor] = []
     for op in users:
         if body_of(op) is not None:
             return None
-        given = [t for t in op.inputs if _follows(t, follows) and t.op not in users]
-        for tensor in filter(_is_sum, op.outputs if op.type in _EXTREMES else given):
+        todo += filter(_is_sum, op.outputs if op.type in _EXTREMES else op.inputs)
+    seen = set()
+    while todo:
+        tensor = todo.pop()
+        given = [t for t in tensor.op.inputs if _follows(t, follows)]
+        if not _follows(tensor, follows) or tensor.ref() in seen:
+            continue
+        seen.add(tensor.ref())
+        if given and all(map(_is_sum, given)):
+            todo += given
+        else:
             found[tensor.ref()] = tensor
     return list(found.values())
 

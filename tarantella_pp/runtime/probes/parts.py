@@ -210,7 +210,8 @@ class PartsProbe:
         operations = function.graph.get_operations()
         self._function, self._inputs = function, list(inputs)
         self._effects, written = writes
-        self._draws = [op.outputs[0] for op in operations if DRAWS.match(op.type)]
+        needed = ancestors([*fetches, *(t for op in self._effects for t in op.inputs)])
+        self._draws = [op.outputs[0] for op in operations if op in needed and DRAWS.match(op.type)]
         self._fetches = list(fetches)
         self._read = read or _arrays_of  # makes values of what the function gives
         self._variables = list(written)

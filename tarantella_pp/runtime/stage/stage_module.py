@@ -193,9 +193,9 @@ class StageLayer(keras.layers.Layer):
         self.observe: Callable[[Call, Sequence[Any]], None] | None = None
         layers = [c.operation for c in calls if isinstance(c.operation, keras.layers.Layer)]
         self.tracked = list(dict.fromkeys(layers))
-        # What the code of opened layers reads past the layers in them
+        # What is read past these layers
         held = {id(v) for layer in self.tracked for v in layer.variables}
-        read = {id(v): v for c in calls if c.place is not None for v in c.place.weights}
+        read = {id(v): v for call in calls for v in call.past}
         self.read = [v for key, v in read.items() if key not in held]
         self.built = True
 

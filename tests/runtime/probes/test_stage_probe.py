@@ -402,6 +402,10 @@ def saturated(layer, x, _):
     return ops.tanh(17 + 0.1 * layer.gain * x)
 
 
+def computed_again(layer, x, _):
+    return keras.remat(lambda x: ops.tanh(layer.gain * x))(x)
+
+
 def side_by_side():
     inputs = keras.Input((5,))
     x = layers.Dense(5, activation="tanh")(inputs)
@@ -417,6 +421,7 @@ APART = {
     "columns of few": (with_columns, COLUMNS[:3]),
     "not a number": (lambda: between(Own(not_a_number)), X),
     "zeros": (between, np.zeros((6, 5))),
+    "computed again": (lambda: between(Own(computed_again)), X),
 }
 
 
@@ -638,11 +643,22 @@ def test_functions_that_read_weights_past_what_they_are_given_are_refused_by_nam
         model.train_on_batch(X, Y)
 
 
-def test_weights_that_layers_make_when_they_first_run_are_trained():
-    def build():
-        bent = layers.PReLU(alpha_initializer="ones")
-        return between(layers.Dense(5, activation=bent, kernel_initializer="identity"))
+def bent():
+    """A layer makes weights when it first runs."""
+    activation = layers.PReLU(alpha_initializer="ones")
+    return between(layers.Dense(5, activation=activation, kernel_initializer="identity"))
 
+
+def given():
+    """An operation that is no layer is given a weight."""
+    keras.utils.set_random_seed(1)
+    inputs, first = keras.Input((5,)), layers.Dense(5, bias_initializer="ones")
+    x = layers.Dense(5, activation="tanh")(layers.Dense(5, activation="tanh")(first(inputs)))
+    return keras.Model(inputs, layers.Dense(5)(x * first.bias))
+
+
+@pytest.mark.parametrize("build", [bent, given])
+def test_weights_that_no_layer_of_a_stage_has_are_trained_there(build):
     models = compiled(build()), piped(build(), stages=2)
     assert distance(*map(trained, models)) < 1e-10
 

@@ -57,7 +57,8 @@ def load_model(
         compile: Whether to compile the model as it was, with the state of its optimizer.
         safe_mode: Whether to refuse lambdas, as in Keras.
         **options: Of `tnt.PipelineModel`, such as `num_stages`; or of `tnt.Model` for a model that
-            cannot be cut. Default: stages and replicas with which a step is fastest.
+            cannot be cut, such as `inputs`, which a subclassed one needs. Default: stages and
+            replicas with which a step is fastest.
 
     Returns:
         A `tnt.PipelineModel`; for a subclassed model, or one with steps of its own, a `tnt.Model`.

@@ -4,8 +4,6 @@ With pytest-xdist this is imported in the process that was started, which runs n
 in its workers, which do. Each has a mark and a clock of its own.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import os

@@ -1,7 +1,5 @@
 """An exception in one line: what it says, and where the user finds it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The commands of "From a laptop to a cluster" are run: here, on two hosts, under Slurm."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """What a user reads where a package is missing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

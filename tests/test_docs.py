@@ -1,7 +1,5 @@
 """What the documents show is what the commands print."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

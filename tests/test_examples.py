@@ -1,7 +1,5 @@
 """The examples: they say how to be called, and come to the same losses on all numbers of ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """The package as a whole: what it offers, what it loads, what it ships."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Twenty processes are killed while they write: no checkpoint is lost, none is half of one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -11,12 +9,7 @@ import numpy as np
 import pytest
 
 from tarantella_pp.callbacks import checkpoint_folder
-from tarantella_pp.callbacks.checkpoint_folder import (
-    DRAFT,
-    DataPosition,
-    checkpoints_in,
-    damages,
-)
+from tarantella_pp.callbacks.checkpoint_folder import DRAFT, DataPosition, checkpoints_in, damages
 from tarantella_pp.callbacks.checkpoint_reader import newest_whole
 from tarantella_pp.callbacks.checkpoint_writer import CheckpointWriter
 from tarantella_pp.callbacks.tensor_file import TensorFile

@@ -1,7 +1,5 @@
 """Callbacks that report once for the whole job, and see the weights of all ranks."""
 
-from __future__ import annotations
-
 import keras
 import pytest
 

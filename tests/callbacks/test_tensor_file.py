@@ -1,7 +1,5 @@
 """Files of tensors: what is written comes back."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

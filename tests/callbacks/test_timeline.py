@@ -1,7 +1,5 @@
 """Traces and the callback, on simulated records and on real training."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -19,16 +17,10 @@ from tarantella_pp.callbacks.timeline import (
     trace_events,
     write_trace,
 )
-from tarantella_pp.runtime.executor import (
-    LOGS,
-    UPDATE,
-    RecordedStep,
-    Span,
-)
+from tarantella_pp.runtime.executor import LOGS, UPDATE, RecordedStep, Span
 from tarantella_pp.schedule import Costs, LinkCosts, StageCosts, lower, make_schedule, simulate
-from tests.helpers.mpi import find_mpiexec, mpi_run
+from tests.helpers.mpi import mpi_run
 
-needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
 SCHEDULES = {"gpipe": 3, "1f1b": 3, "interleaved": 6, "zb-h1": 3, "zb-v": 6, "forward": 3}
 ZERO = 1e5  # when recording began on the clock of the records: not at 0
 
@@ -159,7 +151,6 @@ def fit_traced():
 
 
 @pytest.mark.slow
-@needs_mpi
 @pytest.mark.mpi
 @pytest.mark.keras
 def test_two_ranks_write_one_trace_for_each_training(tmp_path):

@@ -1,7 +1,5 @@
 """`tarantella checkpoint show | convert`, on checkpoints of a small model."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

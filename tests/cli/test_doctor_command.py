@@ -1,7 +1,5 @@
 """`tarantella doctor`, on this host and on several."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

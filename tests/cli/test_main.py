@@ -1,7 +1,5 @@
 """The command line itself: fast, and clear about mistakes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

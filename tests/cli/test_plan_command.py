@@ -1,7 +1,5 @@
 """`tarantella plan` on graphs that are not Keras' own, and on plans that are there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

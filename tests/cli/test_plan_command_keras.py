@@ -1,7 +1,5 @@
 """`tarantella plan` on Keras models, from wherever they come."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """A job in which nothing goes wrong."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 from collections.abc import Callable

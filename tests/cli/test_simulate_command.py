@@ -1,7 +1,5 @@
 """`tarantella simulate`: figures that can be worked out by hand."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

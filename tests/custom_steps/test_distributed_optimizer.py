@@ -1,19 +1,13 @@
 """A training loop of the user's own on several ranks: the numbers of one process."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from tarantella_pp.errors import ConfigurationError
-from tests.helpers.mpi import find_mpiexec, mpi_run
+from tests.helpers.mpi import mpi_run
 from tests.helpers.training import refused, use_float64
 
-pytestmark = [
-    pytest.mark.keras,
-    pytest.mark.mpi,
-    pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec"),
-]
+pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
 ROWS, STEPS = 12, 4
 OPTIMIZERS = {

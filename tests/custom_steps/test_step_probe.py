@@ -1,7 +1,5 @@
 """Which steps replicas may run, found by trying them with samples: what for, and why not."""
 
-from __future__ import annotations
-
 import functools
 
 import keras

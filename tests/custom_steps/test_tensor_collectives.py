@@ -1,18 +1,12 @@
 """What users call in their own loops, on several ranks and on one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from tests.helpers.mpi import find_mpiexec, mpi_run
+from tests.helpers.mpi import mpi_run
 from tests.helpers.training import refused
 
-pytestmark = [
-    pytest.mark.keras,
-    pytest.mark.mpi,
-    pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec"),
-]
+pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
 
 def use_everything() -> dict:

@@ -1,7 +1,5 @@
 """All callbacks of Keras: what they do to training, and what they write."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

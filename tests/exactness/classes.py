@@ -1,7 +1,5 @@
 """What Keras has of a kind, read from Keras itself, so that what is new is tried as well."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Container, Mapping
 from types import ModuleType

@@ -1,7 +1,5 @@
 """What becomes of what is tried; all that is not named here must be exact."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A grammar of small models: what hypothesis draws are sentences, of which models are made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

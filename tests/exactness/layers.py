@@ -1,7 +1,5 @@
 """All layers of Keras, each in a small model between two dense layers."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """All losses of Keras, with all reductions, sample weights and masks."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The matrix: all losses, metrics, layers, optimizers and callbacks of Keras, as pipelines."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """All metrics of Keras, compiled with and without sample weights, and inside a layer."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """All optimizers of Keras, their options, and all schedules of learning rates."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

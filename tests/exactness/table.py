@@ -4,22 +4,13 @@ python -m tests.exactness.table                # tries everything on two ranks, 
 python -m tests.exactness.table losses layers  # only these; the other rows stay
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tests.exactness import expected
-from tests.exactness.expected import (
-    BY_MICRO_BATCH,
-    DIFFERS,
-    EXACT,
-    NOT_IN_KERAS,
-    REFUSED,
-    Verdict,
-)
+from tests.exactness.expected import BY_MICRO_BATCH, DIFFERS, EXACT, NOT_IN_KERAS, REFUSED, Verdict
 from tests.helpers.mpi import ROOT
 
 PAGE = ROOT / "docs" / "exactness.md"

@@ -5,8 +5,6 @@ Five hundred of them:
     TNT_TEST_EXAMPLES=500 TNT_TEST_SESSION_SECONDS=7200 pytest tests/exactness/test_fuzz.py
 """
 
-from __future__ import annotations
-
 import gc
 
 import keras

@@ -4,8 +4,6 @@
 `test`: it brings the whole of TensorFlow beside `tensorflow-cpu`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

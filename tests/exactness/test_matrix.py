@@ -1,7 +1,5 @@
 """Whatever Keras has: trained on two ranks with the numbers of plain Keras, or refused by name."""
 
-from __future__ import annotations
-
 import keras
 import pytest
 

@@ -1,7 +1,5 @@
 """Trains models as pipelines and in plain Keras, and says how far apart they end."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """What is promised holds to rounding, so the tests of the face run in float64."""
 
-from __future__ import annotations
-
 import pytest
 
 

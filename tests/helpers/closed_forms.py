@@ -12,8 +12,6 @@ to go up, and W fills the time till then. Narayanan et al., SC 2021, section 2.2
 2024, section 2.
 """
 
-from __future__ import annotations
-
 
 def bubble_fraction(
     name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1

@@ -1,7 +1,5 @@
 """Runs subcommands in this process or in one of their own, and keeps what they write."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

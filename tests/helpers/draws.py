@@ -1,7 +1,5 @@
 """How many examples a property is tried with."""
 
-from __future__ import annotations
-
 import os
 
 from hypothesis import HealthCheck, settings

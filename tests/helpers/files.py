@@ -1,7 +1,5 @@
 """What tests of files share: a disk that is full, what a folder has, what a rank holds."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import signal

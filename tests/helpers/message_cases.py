@@ -1,7 +1,5 @@
 """What several ranks do with each other; run by test_communicator.py, many cases per launch."""
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections.abc import Callable

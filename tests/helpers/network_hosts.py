@@ -5,8 +5,6 @@ rest of the file system is shared. That needs Linux, root and `ip`. A namespace 
 bridge that joins them. As ssh, the remote shell gives a command no variables of its caller.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

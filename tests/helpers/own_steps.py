@@ -1,7 +1,5 @@
 """Models with steps of their own, as users write them, and what training them gives."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

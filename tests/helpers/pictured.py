@@ -1,7 +1,5 @@
 """Layer graphs and plans to draw, made without Keras."""
 
-from __future__ import annotations
-
 import msgspec
 from hypothesis import strategies as st
 

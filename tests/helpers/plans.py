@@ -1,15 +1,8 @@
 """A small plan made by hand, without Keras."""
 
-from __future__ import annotations
-
 import msgspec
 
-from tarantella_pp.partition.graph.layer_graph import (
-    LayerGraph,
-    Node,
-    Tensor,
-    Weight,
-)
+from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Tensor, Weight
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import Certificate, PlanConfig
 from tarantella_pp.partition.plan.stage_costs import StageCostModel

@@ -1,7 +1,5 @@
 """Runs the calls of an extracted model stage by stage, the way ranks will."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

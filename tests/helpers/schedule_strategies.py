@@ -1,7 +1,5 @@
 """Schedules for hypothesis."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from tarantella_pp.schedule import (

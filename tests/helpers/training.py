@@ -3,8 +3,6 @@
 Everything is in float64: tests of `tests/face` run in it, other processes call `use_float64()`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

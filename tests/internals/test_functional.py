@@ -3,8 +3,6 @@
 When one of these fails after an upgrade of Keras, that file is the place to mend.
 """
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

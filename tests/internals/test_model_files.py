@@ -1,7 +1,5 @@
 """The private parts of Keras that read model files layer by layer, used in `model_files.py`."""
 
-from __future__ import annotations
-
 import warnings
 
 import keras
@@ -10,10 +8,7 @@ import pytest
 from keras import layers
 
 from tarantella_pp.internals import model_files
-from tarantella_pp.internals.model_files import (
-    deserialized,
-    load_state,
-)
+from tarantella_pp.internals.model_files import deserialized, load_state
 
 pytestmark = pytest.mark.keras
 

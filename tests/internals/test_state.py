@@ -3,8 +3,6 @@
 When one of these fails after an upgrade, the file that it names is the place to mend.
 """
 
-from __future__ import annotations
-
 import inspect
 
 import keras
@@ -16,11 +14,7 @@ from keras import layers
 from tarantella_pp.errors import StaleWeightError
 from tarantella_pp.internals import state
 from tarantella_pp.internals.optimizers import count_step, parts_of
-from tarantella_pp.runtime.weights.remote_variables import (
-    StepCounter,
-    is_stale,
-    make_remote,
-)
+from tarantella_pp.runtime.weights.remote_variables import StepCounter, is_stale, make_remote
 
 pytestmark = pytest.mark.keras
 

@@ -3,8 +3,6 @@
 When one of these fails after an upgrade, the file that it names is the place to mend.
 """
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What the ranks find in their environment."""
 
-from __future__ import annotations
-
 import pytest
 
 from tarantella_pp.errors import ConfigurationError

@@ -1,7 +1,5 @@
 """Scripts that use the library under plain `mpiexec`: there the guard itself ends the job."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.jobs import PYTHONS, mpiexec

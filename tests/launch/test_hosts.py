@@ -1,7 +1,5 @@
 """Hostfiles, and which ranks run where."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Which MPI is taken, and the commands that start ranks with it."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess

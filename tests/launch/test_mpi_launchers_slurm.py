@@ -1,7 +1,5 @@
 """Jobs inside an allocation of Slurm, whose srun is acted by a script."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """What is left out of the lines that ranks write, and what never is."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -1,7 +1,5 @@
 """A share of a host for each rank: cores, a socket, a GPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import SimpleNamespace

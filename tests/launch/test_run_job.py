@@ -1,7 +1,5 @@
 """A job whose ranks are acted by a script, for what real ones seldom do."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Whatever happens to one rank, the job ends on all of them, and says which one it was."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Jobs on two hosts: which ranks run where, what they find there, and how they end."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import shutil

@@ -1,7 +1,5 @@
 """The plan that all ranks agree on: within the memory that there is, unless a limit is given."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """`Model` and `Sequential`: pipelines of one stage, with the face of a Keras model."""
 
-from __future__ import annotations
-
 import json
 
 import keras

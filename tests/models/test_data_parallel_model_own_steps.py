@@ -1,7 +1,5 @@
 """Models with steps of their own train on several ranks to the numbers of plain Keras."""
 
-from __future__ import annotations
-
 import json
 import re
 

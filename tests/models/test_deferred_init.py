@@ -1,7 +1,5 @@
 """Models that are planned without their weights."""
 
-from __future__ import annotations
-
 import resource
 
 import keras

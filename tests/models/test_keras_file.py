@@ -1,7 +1,5 @@
 """A `.keras` file is read in parts, and one that is not as it was written is refused."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 

@@ -1,7 +1,5 @@
 """What `make_plan` chooses where options are left open."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

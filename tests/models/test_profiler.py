@@ -1,7 +1,5 @@
 """Profiles: measured once, kept, and what plans make of them."""
 
-from __future__ import annotations
-
 import json
 
 import keras

@@ -1,7 +1,5 @@
 """Models whose class surrounds Keras' loops, by preparing the data, train as plain Keras does."""
 
-from __future__ import annotations
-
 import functools
 
 import keras

@@ -1,7 +1,5 @@
 """Stages that are found against all plans of small graphs, one by one."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Options: numbers of layers for each stage, and the bytes of gradients summed at a time."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """What a plan says of its step is what the simulator says, and what the ranks run."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

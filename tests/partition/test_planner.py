@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import functools
 import re
 
@@ -8,10 +6,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tarantella_pp.errors import (
-    ConfigurationError,
-    PlanError,
-)
+from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.plan import Plan

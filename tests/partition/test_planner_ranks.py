@@ -1,7 +1,5 @@
 """Plans for ranks with several stages."""
 
-from __future__ import annotations
-
 import keras
 import pytest
 

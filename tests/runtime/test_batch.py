@@ -1,7 +1,5 @@
 """Batches as they travel: cut into micro-batches, shared among replicas, taken apart."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which metrics may be updated micro-batch by micro-batch is tried, and tried right."""
 
-from __future__ import annotations
-
 import inspect
 
 import keras

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -8,17 +6,10 @@ from benchmarks.runtime.stubs import Seconds, StubPipeline
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm import machine as links
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tarantella_pp.runtime.executor import (
-    UPDATE,
-    Recorder,
-    Span,
-    alike,
-    gather_steps,
-)
+from tarantella_pp.runtime.executor import UPDATE, Recorder, Span, alike, gather_steps
 from tarantella_pp.schedule import Compute, Transfer, make_schedule
-from tests.helpers.mpi import find_mpiexec, mpi_run
+from tests.helpers.mpi import mpi_run
 
-needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
 SCHEDULES = {"gpipe": 3, "1f1b": 3, "interleaved": 6, "zb-h1": 3, "zb-v": 6, "forward": 3}
 AHEAD = 1000.0
 """Seconds that the clock of rank 1 is set ahead."""
@@ -55,7 +46,6 @@ def record_all():
     return found, same, links.clock_offset(ranks)
 
 
-@needs_mpi
 @pytest.mark.mpi
 def test_every_action_is_recorded_once_and_in_order_on_one_clock_and_changes_nothing():
     results = mpi_run(3, record_all, timeout=60).check().results

@@ -3,8 +3,6 @@
 Those of Keras, with all reductions, weights and masks, are in `tests/exactness/losses.py`.
 """
 
-from __future__ import annotations
-
 import weakref
 
 import keras

@@ -1,7 +1,5 @@
 """What fails before anything is trained fails on all ranks alike, and they train on."""
 
-from __future__ import annotations
-
 import re
 
 import keras

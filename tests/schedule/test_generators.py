@@ -1,13 +1,8 @@
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 
 from tarantella_pp.errors import TarantellaError
-from tarantella_pp.schedule import (
-    make_schedule,
-    validate,
-)
+from tarantella_pp.schedule import make_schedule, validate
 from tests.helpers.schedule_strategies import lowered_schedules, schedules
 
 

@@ -1,7 +1,5 @@
 """The validator against a slow, plain judge that shares no code with it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,16 +1,8 @@
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule import (
-    Schedule,
-    lower,
-    make_schedule,
-    simulate,
-    validate,
-)
+from tarantella_pp.schedule import Schedule, lower, make_schedule, simulate, validate
 from tarantella_pp.schedule.simulator import Costs
 from tests.helpers.schedule_strategies import schedules
 

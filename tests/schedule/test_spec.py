@@ -1,7 +1,5 @@
 """Recipes: named schedules, the user's own, and all of them on one rank."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

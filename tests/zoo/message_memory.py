@@ -1,7 +1,5 @@
 """How much memory messages have at a time, for tests and benchmarks."""
 
-from __future__ import annotations
-
 import weakref
 
 from tarantella_pp.runtime.comm import buffers, messages

@@ -1,7 +1,5 @@
 """Small Keras models of every kind, for tests to read, plan and train; `batch` gives them data."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 from keras import layers, ops

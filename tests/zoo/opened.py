@@ -1,7 +1,5 @@
 """Models whose operations are inside of layers and of subclassed models, as people write them."""
 
-from __future__ import annotations
-
 import types
 
 import keras

@@ -1,7 +1,5 @@
 """Models whose class prepares the data around Keras' loops, as KerasHub's tasks do."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Whatever happens while a checkpoint is written, or to it later, none that is wrong is loaded."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

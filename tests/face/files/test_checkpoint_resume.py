@@ -1,8 +1,6 @@
 """In the middle of all kinds of data, among callbacks, on SIGTERM: a run goes on as if it had not
 stopped. In one process; `test_checkpoints.py` has several ranks."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

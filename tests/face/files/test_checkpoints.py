@@ -1,7 +1,5 @@
 """A run that dies goes on where its newest checkpoint was written, as if it had not died."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Each rank keeps the weights of its own stages, from the start or from the first step on."""
 
-from __future__ import annotations
-
 import functools
 import random
 

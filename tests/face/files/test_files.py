@@ -1,7 +1,5 @@
 """Files are whole or not there, and those of plain Keras, which loads them and trains on."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os
@@ -18,14 +16,7 @@ from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.helpers.files import contents, full_disk
 from tests.helpers.training import CASES, X, Y, distance, make
-from tests.zoo.models import (
-    mlp,
-    nested,
-    recurrent,
-    residual_cnn,
-    sequential,
-    two_in_two_out,
-)
+from tests.zoo.models import mlp, nested, recurrent, residual_cnn, sequential, two_in_two_out
 
 pytestmark = pytest.mark.keras
 

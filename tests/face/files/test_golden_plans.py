@@ -4,8 +4,6 @@ The files in `tests/partition/golden_plans` are named after a schedule, or what 
 about them, and the model of `tests/helpers/training.py` that they are for.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
@@ -14,12 +12,7 @@ import keras
 import pytest
 
 import tarantella_pp as tnt
-from tests.helpers.training import (
-    BATCH,
-    CASES,
-    distance,
-    make,
-)
+from tests.helpers.training import BATCH, CASES, distance, make
 
 FILES = sorted((Path(__file__).parents[2] / "partition" / "golden_plans").glob("*.json"))
 OF_MODELS = [path for path in FILES if path.name.split(".")[1] in CASES]

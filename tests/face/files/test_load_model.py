@@ -1,7 +1,5 @@
 """`tnt.models`: what `keras.models` does, with models that are distributed from the start."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import warnings

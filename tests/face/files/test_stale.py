@@ -1,7 +1,5 @@
 """A weight that is trained on another rank is never read with an old value."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import keras

@@ -1,7 +1,5 @@
 """Weights and optimizer slots are those of plain Keras, whatever rank they are on."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re
@@ -18,15 +16,7 @@ from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers.draws import more_asked_for
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import (
-    IDS,
-    X,
-    Y,
-    distance,
-    integers,
-    squared_of_largest,
-    use_float64,
-)
+from tests.helpers.training import IDS, X, Y, distance, integers, squared_of_largest, use_float64
 from tests.zoo.models import mlp, tied_head
 
 pytestmark = pytest.mark.keras

@@ -1,7 +1,5 @@
 """What an error leaves behind in one process, where users train on: nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

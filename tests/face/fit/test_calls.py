@@ -1,7 +1,5 @@
 """Methods that take all ranks, called by some of them only, or not alike."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

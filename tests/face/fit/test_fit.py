@@ -1,7 +1,5 @@
 """Kinds of data and options of `fit`, `evaluate` and `predict`: as plain Keras takes them."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -3,8 +3,6 @@
 Of a probability that is rounded to 0 or 1 nothing can be learned; of its logits it can.
 """
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

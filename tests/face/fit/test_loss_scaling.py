@@ -1,7 +1,5 @@
 """Scaled losses: one process, stages and replicas skip the same steps, at the same scale."""
 
-from __future__ import annotations
-
 import functools
 
 import keras

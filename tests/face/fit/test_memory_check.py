@@ -1,7 +1,5 @@
 """The plan in force is that of the batch that is trained, with what loss and metrics hold."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

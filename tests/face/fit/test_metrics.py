@@ -1,7 +1,5 @@
 """Metrics of all kinds log, and hold, what they do in plain Keras, on every rank."""
 
-from __future__ import annotations
-
 import functools
 import re
 

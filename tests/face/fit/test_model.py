@@ -1,7 +1,5 @@
 """What else people do with a model that trains: as plain Keras does it, or refused by name."""
 
-from __future__ import annotations
-
 import warnings
 
 import keras

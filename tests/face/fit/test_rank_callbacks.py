@@ -1,7 +1,5 @@
 """What one rank alone decides, or fails in, in a callback or in a step: all ranks know of it."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 
@@ -12,15 +10,7 @@ import tensorflow as tf
 import tarantella_pp as tnt
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import (
-    X,
-    Y,
-    begin_again,
-    distance,
-    refused,
-    sgd,
-    use_float64,
-)
+from tests.helpers.training import X, Y, begin_again, distance, refused, sgd, use_float64
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]

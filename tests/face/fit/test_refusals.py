@@ -1,7 +1,5 @@
 """What cannot work is refused before any training, with the option, its value and what to do."""
 
-from __future__ import annotations
-
 import warnings
 
 import keras

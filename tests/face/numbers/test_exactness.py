@@ -1,7 +1,5 @@
 """A pipeline gives the numbers of plain Keras: every logged number, predictions, all weights."""
 
-from __future__ import annotations
-
 import pytest
 
 from tarantella_pp.schedule import TRAINING_NAMES, ScheduleSpec

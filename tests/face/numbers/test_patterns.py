@@ -4,8 +4,6 @@ Each is a pattern of Keras' examples, small and in our own words: layers of one'
 cross stages, towers that share weights, losses inside of layers, steps of one's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Pipelines over MPI ranks: the numbers of one process, work and data where they belong."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Sequence

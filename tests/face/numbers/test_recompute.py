@@ -1,7 +1,5 @@
 """Stages that recompute: the same numbers, dropout included, and less memory."""
 
-from __future__ import annotations
-
 import collections
 
 import keras
@@ -12,16 +10,7 @@ from keras import layers
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.stage.stage import Stage
-from tests.helpers.training import (
-    BATCH,
-    BITS,
-    CASES,
-    EPOCHS,
-    SAMPLES,
-    distance,
-    fitted,
-    make,
-)
+from tests.helpers.training import BATCH, BITS, CASES, EPOCHS, SAMPLES, distance, fitted, make
 
 pytestmark = pytest.mark.keras
 

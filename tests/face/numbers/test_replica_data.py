@@ -1,7 +1,5 @@
 """What each rank reads, holds and sends: its rows, its weights, what the plan says."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

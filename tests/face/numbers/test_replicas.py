@@ -1,7 +1,5 @@
 """Replicas of a pipeline: the numbers of one process, each batch and its gradients shared."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -4,8 +4,6 @@ Keras loads scikit-learn and Matplotlib where they are installed, and does witho
 are not. A script that imports them itself gets them.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 

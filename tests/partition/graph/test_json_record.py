@@ -1,7 +1,5 @@
 """Plans and profiles on disk: the usual mode, all or nothing, and clear errors."""
 
-from __future__ import annotations
-
 import os
 import stat
 

@@ -1,7 +1,5 @@
 """What the first dimension of each tensor counts."""
 
-from __future__ import annotations
-
 import keras
 import pytest
 from keras import layers, ops

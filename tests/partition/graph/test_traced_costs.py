@@ -1,7 +1,5 @@
 """Arithmetic of calls, as it is traced: products count exactly, all else by its numbers."""
 
-from __future__ import annotations
-
 import keras
 import pytest
 from keras import layers, ops

@@ -1,7 +1,5 @@
 """Buckets hold every trained variable once, on the stage that trains it."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Seconds of operations by arithmetic and memory traffic, and machines by name."""
 
-from __future__ import annotations
-
 import json
 
 import keras

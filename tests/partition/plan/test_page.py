@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 
@@ -17,12 +15,7 @@ from tarantella_pp.partition.plan.page import (
     shorten,
 )
 from tarantella_pp.partition.plan.plan_simulation import planned_step
-from tests.helpers.pictured import (
-    graphs,
-    plan_of,
-    residual_graph,
-    small,
-)
+from tests.helpers.pictured import graphs, plan_of, residual_graph, small
 
 EVIL = st.text(min_size=1) | st.sampled_from(
     ["<script>alert(1)</script>", "</style><b>", "a&b;", "\"'", "]]>", "\x00\ud800\u202e", "a\nb"]

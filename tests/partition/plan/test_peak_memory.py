@@ -1,7 +1,5 @@
 """Memory of the backward pass, of messages, of updates, and of gradients between replicas."""
 
-from __future__ import annotations
-
 import keras
 import msgspec
 import pytest

@@ -1,13 +1,8 @@
-from __future__ import annotations
-
 import msgspec
 import pytest
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.graph.units import (
-    format_bytes,
-    parse_bytes,
-)
+from tarantella_pp.partition.graph.units import format_bytes, parse_bytes
 from tarantella_pp.partition.plan.plan_parts import Certificate
 from tarantella_pp.partition.plan.report import as_text
 from tests.helpers.plans import chain_graph, plan_of

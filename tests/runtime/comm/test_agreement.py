@@ -1,7 +1,5 @@
 """Calls that all ranks must make: which differ is told on all ranks, and nobody waits for ever."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time
@@ -11,9 +9,8 @@ import pytest
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.runtime.comm.communicator import TensorSpec, world
-from tests.helpers.mpi import find_mpiexec, mpi_run
+from tests.helpers.mpi import mpi_run
 
-needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
 _ONE = [TensorSpec((1,), "float64")]
 
 
@@ -74,7 +71,6 @@ def be_late_and_differ() -> list[str]:
 
 
 @pytest.mark.slow
-@needs_mpi
 @pytest.mark.mpi
 def test_late_ranks_get_what_was_sent_and_calls_that_differ_are_refused_on_all():
     run = mpi_run(3, be_late_and_differ, env={"TNT_TIMEOUT": "20"}).check()
@@ -116,7 +112,6 @@ WAITS = {
 }
 
 
-@needs_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "kind"), [(2, "message"), (2, "arrival"), (3, "allgather")])
 def test_a_wait_that_cannot_end_names_both_calls(ranks, kind):
@@ -156,7 +151,6 @@ def wait_in_vain():
     return found
 
 
-@needs_mpi
 @pytest.mark.mpi
 def test_the_first_line_of_a_time_out_says_who_waits_for_whom_in_which_call():
     run = mpi_run(2, wait_in_vain, env={"TNT_TIMEOUT": "1", "TNT_WARN": "0.5"}).check()
@@ -195,7 +189,6 @@ elif sys.argv[1] == "wait":
 """
 
 
-@needs_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", ["call", "wait"])
 def test_the_rank_with_the_call_too_many_is_blamed(tmp_path, kind):

@@ -1,7 +1,5 @@
 """Memory that two replicas need for sums of gradients, against what their plans say."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from typing import Any
@@ -11,14 +9,10 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tests.helpers.mpi import find_mpiexec, mpi_run
+from tests.helpers.mpi import mpi_run
 from tests.zoo.message_memory import MessageMemory
 
-pytestmark = [
-    pytest.mark.keras,
-    pytest.mark.mpi,
-    pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec"),
-]
+pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
 BATCH, IDS, WIDTH, DEPTH = 8, 256, 256, 4
 # Options, and the most bytes of a bucket: all gradients in one, or each alone.

@@ -1,7 +1,5 @@
 """What is compared between ranks is what they were told, and no more."""
 
-from __future__ import annotations
-
 import inspect
 
 import keras

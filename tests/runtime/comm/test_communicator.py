@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -11,15 +9,7 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.launch.environment import detect_launch
 from tarantella_pp.runtime.comm.waiting import Limits, Wakeup
 from tests.helpers.message_cases import CASES, run_cases
-from tests.helpers.mpi import (
-    PYTHONS,
-    ROOT,
-    find_mpiexec,
-    mpi_run,
-)
-
-needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
-
+from tests.helpers.mpi import PYTHONS, ROOT, mpi_run
 
 # As on hosts where a process may not read the memory of another one.
 NO_SINGLE_COPY = {
@@ -29,7 +19,6 @@ NO_SINGLE_COPY = {
 }
 
 
-@needs_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("ranks", "env"), [(3, {}), pytest.param(2, NO_SINGLE_COPY, marks=pytest.mark.slow)]
@@ -66,7 +55,6 @@ def test_one_process_needs_no_mpi_and_several_say_so() -> None:
     assert "pip install" in run.stderr
 
 
-@needs_mpi
 def test_several_processes_that_do_not_know_of_each_other() -> None:
     run = python(
         "from tarantella_pp.runtime.comm.communicator import world\nworld()\n",

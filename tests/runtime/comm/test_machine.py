@@ -1,7 +1,5 @@
 """Memory and links of a machine."""
 
-from __future__ import annotations
-
 import time
 
 import psutil

@@ -1,7 +1,5 @@
 """What moves on while a rank computes, and what must not."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which operations on sums over samples are linear, read off a traced graph."""
 
-from __future__ import annotations
-
 import keras
 import pytest
 import tensorflow as tf

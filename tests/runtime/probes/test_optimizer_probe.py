@@ -1,7 +1,5 @@
 """Optimizers of the user's that look at several weights at once are refused on several ranks."""
 
-from __future__ import annotations
-
 import keras
 import pytest
 from keras import ops

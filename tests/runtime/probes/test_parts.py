@@ -1,7 +1,5 @@
 """Losses that layers add count as in one process, sums and means alike, or are refused by name."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

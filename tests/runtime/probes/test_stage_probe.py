@@ -1,7 +1,5 @@
 """What mixes samples, writes its state or draws random numbers of no one is refused by name."""
 
-from __future__ import annotations
-
 import functools
 import random
 

@@ -1,7 +1,5 @@
 """Moving averages of batch normalizations: of the batch, as in one process."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

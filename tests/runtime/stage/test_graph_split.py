@@ -1,7 +1,5 @@
 """The order in which a cut graph runs backward."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

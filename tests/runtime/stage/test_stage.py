@@ -1,7 +1,5 @@
 """Each kind of layer in a stage of its own: forward, B and W against a gradient tape."""
 
-from __future__ import annotations
-
 import contextlib
 
 import keras

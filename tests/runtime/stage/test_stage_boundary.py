@@ -1,19 +1,10 @@
 """What crosses the cuts, on graphs made by hand; no TensorFlow."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
-from tarantella_pp.partition.graph.layer_graph import (
-    LayerGraph,
-    Node,
-    Tensor,
-)
-from tarantella_pp.runtime.stage.stage_boundary import (
-    stage_boundaries,
-    stage_edges,
-)
+from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Tensor
+from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries, stage_edges
 from tests.helpers.plans import costs_of
 
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -14,9 +12,8 @@ from tarantella_pp.runtime.executor import Recorder
 from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries, stage_edges
 from tarantella_pp.runtime.stage.stage_messages import StageMessages
 from tarantella_pp.schedule import Transfer, send_window
-from tests.helpers.mpi import find_mpiexec, mpi_run
+from tests.helpers.mpi import mpi_run
 
-needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
 MICRO_BATCHES = 20
 LARGE = 1 << 16
 """Elements of a row, for messages that MPI does not buffer."""
@@ -42,7 +39,6 @@ def run_ahead():
     return found
 
 
-@needs_mpi
 @pytest.mark.mpi
 def test_a_stage_is_ahead_of_a_slower_one_by_a_window_of_messages():
     first, second = mpi_run(2, run_ahead, timeout=60).check().results

@@ -1,7 +1,5 @@
 """Gradients of several replicas, in one launch."""
 
-from __future__ import annotations
-
 import functools
 import traceback
 from typing import Any
@@ -14,13 +12,9 @@ from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime.comm.collectives import LARGEST_IN_ONE_ROUND
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction
-from tests.helpers.mpi import find_mpiexec, mpi_run
+from tests.helpers.mpi import mpi_run
 
-pytestmark = [
-    pytest.mark.keras,
-    pytest.mark.mpi,
-    pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec"),
-]
+pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
 SHAPES = {"kernel": (300, 170), "bias": (170,), "gamma": (3,), "scale": (), "table": (50, 4)}
 assert 4 * 300 * 170 < LARGEST_IN_ONE_ROUND < 3 * 4 * 300 * 170

@@ -1,7 +1,5 @@
 """What was freed goes back to the system; what was read is the memory of its variable."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

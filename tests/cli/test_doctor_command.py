@@ -17,6 +17,11 @@ needs_hosts = pytest.mark.skipif(
 
 
 CORES = len(os.sched_getaffinity(0))
+IMPATIENT = """#!/bin/sh
+exec {} -c "import sys; from tarantella_pp.cli import doctor_command, main
+doctor_command.WAIT_SECONDS = 4; sys.exit(main.main(sys.argv[3:]))" "$@"
+"""
+"""A Python for which the command waits for 4 seconds instead of 20."""
 LINK = r"Messages: \S+ GB/s after \S+ us\."
 
 
@@ -59,7 +64,9 @@ def test_hosts_are_examined_and_named_where_they_are_not_reached(python, tmp_pat
         # What beta sends to alpha by itself is lost, without a word.
         lost = "ip neighbour replace 10.97.0.1 lladdr 02:00:00:00:00:99 dev eth0 nud permanent"
         hosts.hosts[1].run(*lost.split())
-        code, _, told = examined(hosts.tarantella(python, "doctor"))
+        (impatient := tmp_path / "impatient").write_text(IMPATIENT.format(python))
+        impatient.chmod(0o700)
+        code, _, told = examined(hosts.tarantella(str(impatient), "doctor"))
         assert code == 1
         assert told[0].startswith("- Ranks on alpha, beta do not all reach each other")
 

@@ -37,17 +37,10 @@ exec nsenter -t "$pid" -n -u -m -w/ env -i PATH="$PATH" HOME=/root TMPDIR={tmp} 
 
 @dataclass
 class NetworkHost:
-    """One host.
-
-    Attributes:
-        name: Its name, which the others know.
-        holder: The process that keeps its namespaces.
-        tmp: Its folder for temporary files: the same path on each host, but another folder.
-        work: A folder for scripts that the hosts do not share either.
-    """
+    """One host; its folders have the same paths on each host, but are others."""
 
     name: str
-    holder: subprocess.Popen[bytes]
+    holder: subprocess.Popen[bytes]  # keeps its namespaces
     tmp: pathlib.Path
     work: pathlib.Path
 

@@ -128,11 +128,11 @@ def test_ranks_have_time_to_write_a_checkpoint_after_sigterm(python):
 
 
 def test_a_job_that_takes_too_long_is_killed(python):
-    with tarantella(python, "-n", "2", "--timeout", "3", "fault.py", "none", "work") as job:
+    with tarantella(python, "-n", "2", "--timeout", "1", "fault.py", "none", "work") as job:
         result = job.result()
         assert not job.processes()
     assert result.code == 124
-    assert "after 3 s (--timeout)" in result.stderr
+    assert "after 1 s (--timeout)" in result.stderr
 
 
 @pytest.mark.slow

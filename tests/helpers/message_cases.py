@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -15,20 +15,21 @@ DTYPES = (
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e5m2"),
 )
 SHAPES = ((), (0,), (0, 3), (1,), (3, 5), (257, 33))
-CASES: dict[str, Callable[[Communicator], None]] = {}
+Case = Callable[[Communicator], None]
+CASES: dict[str, Case] = {}
 
 
-def case(function: Callable[[Communicator], None]) -> Callable[[Communicator], None]:
+def case(function: Case) -> Case:
     CASES[function.__name__] = function
     return function
 
 
-def run_cases(names: list[str]) -> dict[str, str]:
+def run_cases(names: list[str], cases: Mapping[str, Case] = CASES) -> dict[str, str]:
     """Runs cases in turn on every rank; returns the traceback of each that failed here."""
     ranks, failures = world(), {}
     for name in names:
         try:
-            CASES[name](ranks)
+            cases[name](ranks)
         except Exception:
             failures[name] = traceback.format_exc()
         ranks.barrier()

@@ -1,6 +1,5 @@
 """What crosses the cuts, on graphs made by hand; no TensorFlow."""
 
-import itertools
 import random
 
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Tensor
@@ -36,35 +35,6 @@ def graph(edges, inputs=1, outputs=None, masks=(), without=()):
         inputs=tuple(range(inputs)),
         outputs=tuple(outputs or (count - 1,)),
     )
-
-
-def test_every_stage_has_what_its_nodes_read():
-    rng = random.Random(0)
-    for _ in range(100):
-        inputs, count, stages = rng.randint(1, 3), rng.randint(2, 12), rng.randint(1, 5)
-        edges = [
-            tuple(sorted(rng.sample(range(inputs + n), rng.randint(1, min(3, inputs + n)))))
-            for n in range(count)
-        ]
-        assignment = sorted(rng.randrange(stages) for _ in range(count))
-        made = graph(
-            edges, inputs, masks=set(rng.sample(range(inputs, inputs + count), count // 2))
-        )
-        boundaries = stage_boundaries(made, assignment, stages)
-        assert sorted(itertools.chain(*(x.nodes for x in boundaries))) == list(range(count))
-        for boundary in boundaries:
-            own = {inputs + n for n in boundary.nodes}
-            known = own | {port.tensor for port in boundary.inputs}
-            assert len(set(boundary.inputs)) == len(boundary.inputs)
-            assert len(set(boundary.outputs)) == len(boundary.outputs)
-            for node in boundary.nodes:
-                assert set(edges[node]) <= known
-            for link in boundary.sends:
-                assert link.source == boundary.index < link.target
-                assert {port.tensor for port in link.tensors} <= own
-                assert link in boundaries[link.target].receives
-            sent = {port for link in boundary.sends for port in link.gradients}
-            assert sent <= set(boundary.outputs_with_gradient) <= set(boundary.outputs)
 
 
 def test_what_is_sent_is_what_the_plan_counts():

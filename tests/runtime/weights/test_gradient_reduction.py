@@ -1,7 +1,6 @@
 """Gradients of several replicas, in one launch."""
 
 import functools
-import traceback
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,9 @@ import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime.comm.collectives import LARGEST_IN_ONE_ROUND
-from tarantella_pp.runtime.comm.communicator import Communicator, world
+from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction
+from tests.helpers.message_cases import run_cases
 from tests.helpers.mpi import mpi_run
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
@@ -49,15 +49,6 @@ def bits(value: Any) -> Any:
     return [value.dtype.name, list(value.shape), value.numpy().tobytes().hex()]
 
 
-CASES: dict[str, Any] = {}
-
-
-def case(function: Any) -> Any:
-    CASES[function.__name__] = function
-    return function
-
-
-@case
 def packed_and_alone_over_several_steps(ranks: Communicator) -> None:
     names = ["kernel", "bias", "gamma", "scale"]
     weights = {name: weight(name) for name in names}
@@ -77,7 +68,6 @@ def packed_and_alone_over_several_steps(ranks: Communicator) -> None:
             assert bits(reduction.finish(name)[0]) == bits(one)
 
 
-@case
 def replicas_without_some_gradients(ranks: Communicator) -> None:
     names = ["kernel", "bias", "gamma"]
     reduction = GradientReduction(ranks, {0: [weight(name) for name in names]})
@@ -104,7 +94,6 @@ def replicas_without_some_gradients(ranks: Communicator) -> None:
                 assert one is None, (step, name)
 
 
-@case
 def slices_in_the_order_of_the_replicas(ranks: Communicator) -> None:
     reduction = GradientReduction(
         ranks, {0: [weight("bias"), weight("table")], 1: [weight("table")]}
@@ -124,7 +113,6 @@ def slices_in_the_order_of_the_replicas(ranks: Communicator) -> None:
             assert found.dense_shape.numpy().tolist() == [50, 4]
 
 
-@case
 def slices_at_the_same_places_are_added_up(ranks: Communicator) -> None:
     reduction = GradientReduction(ranks, {0: [weight("bias"), weight("table")]})
     chosen = [rows(rank, 3) for rank in range(ranks.size)]
@@ -144,7 +132,6 @@ def slices_at_the_same_places_are_added_up(ranks: Communicator) -> None:
         np.testing.assert_array_equal(found.indices, tf.concat([expected, places], 0))
 
 
-@case
 def the_same_rows_on_all_ranks_are_positions_if_each_is_there_once(ranks: Communicator) -> None:
     reductions = [GradientReduction(ranks, {0: [weight("table")]}, guesses=True) for _ in range(2)]
 
@@ -164,7 +151,6 @@ def the_same_rows_on_all_ranks_are_positions_if_each_is_there_once(ranks: Commun
         reduced(reductions[1], alike)
 
 
-@case
 def slices_become_dense_where_a_replica_has_a_tensor(ranks: Communicator) -> None:
     reduction = GradientReduction(ranks, {0: [weight("table")]})
     for step in range(2):
@@ -177,7 +163,6 @@ def slices_become_dense_where_a_replica_has_a_tensor(ranks: Communicator) -> Non
         np.testing.assert_array_equal(found.numpy(), expected)
 
 
-@case
 def messages_of_sixteen_bits(ranks: Communicator) -> None:
     names, rank = ["kernel", "bias", "table"], ranks.rank
     reduction = GradientReduction(ranks, {0: [weight(name) for name in names]}, "bfloat16")
@@ -196,7 +181,6 @@ def messages_of_sixteen_bits(ranks: Communicator) -> None:
         np.testing.assert_array_equal(slices.values, rounded(np.concatenate(values)))
 
 
-@case
 def every_dtype(ranks: Communicator) -> None:
     dtypes = ["float64", "float32", "float16", "bfloat16"]
     weights = [weight(name, dtype) for dtype in dtypes for name in ("gamma", "bias")]
@@ -209,7 +193,6 @@ def every_dtype(ranks: Communicator) -> None:
             assert (one.numpy() == ranks.size * (ranks.size + 1) / 2).all()
 
 
-@case
 def sums_for_their_owners_have_the_same_bits(ranks: Communicator) -> None:
     names = ["kernel", "bias", "table", "gamma", "scale", "kernel"]
     weights = [weight(name) for name in names]
@@ -234,19 +217,26 @@ def sums_for_their_owners_have_the_same_bits(ranks: Communicator) -> None:
                             assert bits(one) == (bits(other) if here else None)
 
 
-def run_cases() -> dict[str, str]:
-    ranks, failures = world(), {}
-    for name, function in CASES.items():
-        try:
-            function(ranks)
-        except Exception:
-            failures[name] = traceback.format_exc()
-        ranks.barrier()
-    return failures
+CASES = (
+    packed_and_alone_over_several_steps,
+    replicas_without_some_gradients,
+    slices_in_the_order_of_the_replicas,
+    slices_at_the_same_places_are_added_up,
+    the_same_rows_on_all_ranks_are_positions_if_each_is_there_once,
+    slices_become_dense_where_a_replica_has_a_tensor,
+    messages_of_sixteen_bits,
+    every_dtype,
+    sums_for_their_owners_have_the_same_bits,
+)
+
+
+def reduce_gradients() -> dict[str, str]:
+    cases = {function.__name__: function for function in CASES}
+    return run_cases(list(cases), cases)
 
 
 def test_replicas() -> None:
-    run = mpi_run(3, run_cases, env={"TNT_TIMEOUT": "20"}, timeout=120)
+    run = mpi_run(3, reduce_gradients, env={"TNT_TIMEOUT": "20"}, timeout=120)
     assert run.check().results == [{}] * 3
 
 

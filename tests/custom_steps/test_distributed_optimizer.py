@@ -90,7 +90,6 @@ def distance(one: list, other: list) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_the_numbers_of_one_process(float64) -> None:
     results = mpi_run(3, loops, env={"TNT_TIMEOUT": "30"}, timeout=240).check().results
     for name in [*OPTIMIZERS, "sum"]:

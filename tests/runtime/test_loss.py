@@ -83,7 +83,6 @@ ADDING = {
 
 
 @pytest.mark.parametrize("name", ADDING)
-@pytest.mark.filterwarnings("ignore:.*at once")
 def test_values_of_samples_are_not_added_to_other_losses(name):
     """Keras raises a ValueError, too."""
     x = RNG.normal(size=(ROWS, 5))

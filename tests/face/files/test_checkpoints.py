@@ -14,14 +14,13 @@ import tarantella_pp as tnt
 from tarantella_pp.callbacks import checkpoint_folder, checkpoint_reader, checkpoint_writer
 from tarantella_pp.errors import TarantellaError
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import compiled_once, floats, use_float64
+from tests.helpers.training import BITS, compiled_once, floats, use_float64
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
 X, Y = floats(6, seed=1)[:20], floats(3, seed=2)[:20]
 # Steps of one size, for which stages are traced once; four in each epoch.
 FIT = {"batch_size": 4, "epochs": 3, "verbose": 0, "validation_split": 0.2}
-BITS = 1e-13
 
 
 def network():

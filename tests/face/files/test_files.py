@@ -15,12 +15,11 @@ from tarantella_pp import files
 from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.helpers.files import contents, full_disk
-from tests.helpers.training import CASES, X, Y, distance, make
+from tests.helpers.training import BITS, CASES, X, Y, distance, make
 from tests.zoo.models import mlp, nested, recurrent, residual_cnn, sequential, two_in_two_out
 
 pytestmark = pytest.mark.keras
 
-BITS = 1e-13
 WRITERS = {
     "model.keras": lambda model, path: model.save(path),
     "model.weights.h5": lambda model, path: model.save_weights(path),

@@ -16,12 +16,11 @@ from tarantella_pp.errors import ConfigurationError, FileError, UnsupportedModel
 from tests.helpers import training
 from tests.helpers.files import error_of, held_bytes
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import distance, use_float64
+from tests.helpers.training import ROUNDING, distance, use_float64
 from tests.zoo.models import mlp, nested, sequential, tied_head
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
-ROUNDING = 1e-10
 QUIET = {"batch_size": 8, "epochs": 1, "shuffle": False, "verbose": 0}
 IDS, X, Y = training.IDS[:16], training.X[:16], training.Y[:16]  # for batches of one size
 

@@ -11,12 +11,11 @@ from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers import training
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import distance, integers, use_float64
+from tests.helpers.training import ROUNDING, distance, integers, use_float64
 from tests.zoo.models import mlp, tied_head
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
-ROUNDING = 1e-10
 BATCH = {"batch_size": 8, "verbose": 0}
 QUIET = {**BATCH, "shuffle": False}
 IDS, X, Y = training.IDS[:16], training.X[:16], training.Y[:16]  # for batches of one size

@@ -16,12 +16,20 @@ from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers.draws import more_asked_for
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import IDS, X, Y, distance, integers, squared_of_largest, use_float64
+from tests.helpers.training import (
+    IDS,
+    ROUNDING,
+    X,
+    Y,
+    distance,
+    integers,
+    squared_of_largest,
+    use_float64,
+)
 from tests.zoo.models import mlp, tied_head
 
 pytestmark = pytest.mark.keras
 
-ROUNDING = 1e-10
 QUIET = {"batch_size": 6, "epochs": 1, "shuffle": False, "verbose": 0}
 ROWS = 12  # samples for two batches of one size, for which stages are traced once
 

@@ -63,7 +63,6 @@ def test_outputs_that_loss_and_metrics_hold_are_in_the_plan():
     assert [stage.in_flight for stage in once.plan.stages] == [8, 8]
 
 
-@pytest.mark.filterwarnings("ignore:.*at once")
 def test_a_loss_of_all_samples_at_once_has_the_backlog_of_gpipe():
     def skip():
         x = keras.Input((64,))
@@ -122,7 +121,6 @@ def test_every_rank_refuses_it():
         check_refusal(*result)
 
 
-@pytest.mark.filterwarnings("ignore:.*at once")
 def test_what_the_loss_holds_is_checked_when_it_is_compiled():
     limit = int(1.2 * last_stage(pipeline()))
     model = pipeline(memory_limit=limit)

@@ -15,6 +15,7 @@ from tests.helpers.mpi import mpi_run
 from tests.helpers.training import (
     BATCH,
     LABELS,
+    ROUNDING,
     WEIGHTED,
     Case,
     X,
@@ -27,7 +28,6 @@ from tests.zoo.models import mlp
 
 pytestmark = pytest.mark.keras
 
-ROUNDING = 1e-10
 ONE_HOT = np.eye(3)[LABELS]
 
 

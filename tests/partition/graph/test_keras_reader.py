@@ -26,7 +26,6 @@ def restore(model, values):
         variable.assign(value)
 
 
-@pytest.mark.filterwarnings("ignore:Layer '.*was passed an input with a mask")
 @pytest.mark.parametrize(
     "build",
     [pytest.param(b, marks=pytest.mark.slow) if b in SLOW else b for b in models.READ],
@@ -253,7 +252,6 @@ def cast_to_the_same_dtype():
     return keras.Model(ids, [layers.LSTM(3)(ops.cast(x, "float32"))])
 
 
-@pytest.mark.filterwarnings("ignore:Layer '.*was passed an input with a mask")
 @pytest.mark.parametrize("build", [attention_then_add, custom_block, cast_to_the_same_dtype])
 def test_a_mask_is_there_or_deleted_for_later_calls_on_any_stage(build):
     model = build()

@@ -42,7 +42,6 @@ def trained(rows, options, steps=3, **kinds):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*batch:UserWarning")
 def test_they_are_those_of_the_batch_where_a_layer_is_called_twice_with_masks():
     rows = ROWS.copy()
     rows[2, 1:] = rows[7] = 0.0
@@ -53,7 +52,6 @@ def test_they_are_those_of_the_batch_where_a_layer_is_called_twice_with_masks():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*batch:UserWarning")
 def test_a_step_that_fails_leaves_nothing_of_its_batch():
     keras.utils.set_random_seed(1)
     model = PipelineModel(normalized(), num_stages=2, num_micro_batches=4)

@@ -5,12 +5,14 @@ import pytest
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError
+from tests.helpers import training
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import X, Y, distance, sgd, use_float64
+from tests.helpers.training import distance, sgd, use_float64
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+X, Y = training.X[:16], training.Y[:16]  # for batches of one size
 QUIET = {"batch_size": 8, "shuffle": False, "verbose": 0}
 
 
@@ -53,7 +55,7 @@ def reported(wrap, *callbacks):
     keras.utils.set_random_seed(1)
     model = wrap(mlp())
     model.compile(sgd(), "mse", metrics=["mae"], run_eagerly=wrap is plain)
-    model.fit(X, Y, epochs=2, validation_data=(X[:4], Y[:4]), callbacks=callbacks, **QUIET)
+    model.fit(X, Y, epochs=2, validation_data=(X[:8], Y[:8]), callbacks=callbacks, **QUIET)
     return model
 
 

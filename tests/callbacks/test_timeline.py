@@ -131,7 +131,7 @@ def small_model(stages):
     outputs = keras.layers.Dense(2)(x)
     model = tnt.PipelineModel(keras.Model(inputs, outputs), stages, 4, balance="flops")
     model.compile("sgd", "mse")
-    x = np.random.default_rng(0).normal(size=(28, 4))  # three batches of 8, one of 4
+    x = np.random.default_rng(0).normal(size=(32, 4))  # four batches of 8
     return model, x, x[:, :2]
 
 

@@ -154,18 +154,6 @@ CASES = {
         {"used": Y, "unused": floats(2)},
         regression(loss=lambda: {"used": "mse", "unused": None}),
     ),
-    "class_weight": Case(
-        models.mlp,
-        X,
-        LABELS,
-        lambda: {
-            "optimizer": adamw(),
-            "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            "metrics": ["accuracy"],
-            "weighted_metrics": ["accuracy"],
-        },
-        {"class_weight": {0: 1.0, 1: 3.0, 2: 0.5}},
-    ),
     "dropout": Case(models.dropout, X, Y, regression(), WEIGHTED, batch_statistics=True),
 }
 

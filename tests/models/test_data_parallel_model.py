@@ -17,7 +17,7 @@ from tests.helpers.training import (
     Y,
     adamw,
     distance,
-    finish,
+    fitted,
     refused,
     serial,
     use_float64,
@@ -29,11 +29,11 @@ pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
 def test_one_process_trains_as_plain_keras():
     keras.utils.set_random_seed(1)
-    case = CASES["mlp"]
+    case = CASES["mlp, evenly"]
     model = Model(case.build())
     model.compile(**case.compiled())
     assert model.plan.num_stages == 1
-    assert distance(serial("mlp"), finish(model, case)) < 1e-13
+    assert distance(serial("mlp, evenly"), fitted(model, case)) < 1e-13
 
 
 def test_layers_make_a_model():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from tests.helpers.training import Case, distance, finish, floats, integers, make, sgd
+from tests.helpers.training import SAMPLES, Case, distance, finish, floats, integers, make, sgd
 
 pytestmark = pytest.mark.keras
 
@@ -43,15 +43,15 @@ SURE = Case(
         "loss": [SPARSE, BINARY, "categorical_crossentropy", BINARY, SPARSE],
         "metrics": [[], [BINARY], [], [], []],
     },
-    batch=11,
+    batch=SAMPLES,
 )
 
 
 def test_what_is_sure_learns_as_in_keras():
     keras.backend.clear_session()
-    plain = finish(make(SURE), SURE, epochs=1)
+    plain = finish(make(SURE), SURE)
     for output in plain["predictions"][:3]:
         assert np.mean(np.max(output, axis=1) > 1 - 1e-9) > 0.5
     keras.backend.clear_session()
-    piped = finish(make(SURE, num_stages=2, num_micro_batches=3), SURE, epochs=1)
+    piped = finish(make(SURE, num_stages=2, num_micro_batches=2), SURE)
     assert distance(plain, piped) < 1e-10

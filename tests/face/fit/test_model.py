@@ -73,7 +73,7 @@ def test_how_stages_are_compiled_is_warned_of_and_changes_nothing():
     found = []
     for option in ("run_eagerly", "jit_compile", None):
         keras.utils.set_random_seed(1)
-        model = PipelineModel(mlp(), **CUT)
+        model = PipelineModel(mlp(), 2, num_micro_batches=2)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model.compile("sgd", "mse", **({option: True} if option else {}))

@@ -8,15 +8,17 @@ import pytest
 import tensorflow as tf
 
 import tarantella_pp as tnt
+from tests.helpers import training
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import X, Y, begin_again, distance, refused, sgd, use_float64
+from tests.helpers.training import begin_again, distance, refused, sgd, use_float64
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
 ROUNDING = 1e-10
-QUIET = {"batch_size": 4, "shuffle": False, "verbose": 0}  # six steps an epoch
+X, Y = training.X[:12], training.Y[:12]
+QUIET = {"batch_size": 2, "shuffle": False, "verbose": 0}  # six steps an epoch, of one size
 SLEEP = 6.0
 RATE = 0.05  # of `sgd()`
 
@@ -98,8 +100,8 @@ def stop(model, start):
     found["after errors"] = [again.ended["train"], int(model.optimizer.iterations)]
     evaluation = Stop((1,), test=2, predict=2)
     held = keras.callbacks.CallbackList([evaluation], add_history=True, model=model)
-    model.evaluate(X, Y, batch_size=4, verbose=0, callbacks=held)
-    model.predict(X, batch_size=4, verbose=0, callbacks=evaluation)
+    model.evaluate(X, Y, batch_size=2, verbose=0, callbacks=held)
+    model.predict(X, batch_size=2, verbose=0, callbacks=evaluation)
     found["evaluation"] = evaluation.ended
     compiled(model, steps_per_execution=2)
     model.fit(X, Y, epochs=2, callbacks=[callback := Stop((1,), train=1)], **QUIET)
@@ -111,7 +113,7 @@ def check_stops(found):
     model = plain()
     expected = [model.get_weights()]
     for step in range(12):
-        rows = slice(step % 6 * 4, (step % 6 + 1) * 4)
+        rows = slice(step % 6 * 2, (step % 6 + 1) * 2)
         model.train_on_batch(X[rows], Y[rows])
         expected.append(model.get_weights())
     for name, (_, _, _, steps) in STOPS.items():
@@ -178,7 +180,7 @@ def fail_in_a_later_step(model):
     model.compile(sgd(), dislikes_large)
     bad = Y.copy()
     bad[9] = 100.0
-    model.fit(X[:4], Y[:4], **QUIET)  # so that all is compiled
+    model.fit(X[:2], Y[:2], **QUIET)  # so that all is compiled
     start = time.monotonic()
     said = error_of(lambda: model.fit(X, bad, **QUIET))
     seconds = time.monotonic() - start

@@ -25,6 +25,7 @@ from tests.helpers.training import (
     distance,
     evenly,
     finish,
+    fitted,
     floats,
     integers,
     logits,
@@ -50,7 +51,7 @@ OPENED = {
     ),
     "temporal": Case(opened.temporal, floats(5, 2), Y, regression()),
     "told": evenly(Case(opened.told, IDS, Y, regression())),
-    "twice": Case(opened.twice, floats(5, 4), Y, regression()),
+    "twice": evenly(Case(opened.twice, floats(5, 4), Y, regression())),
 }
 RUNS = [
     ("deaf", 2),
@@ -120,14 +121,15 @@ def test_a_plan_opens_the_same_layers_again(tmp_path):
 def in_two_phases(model):
     """Trains all of a model, then not what is in a block before its second norm."""
     case = OPENED["twice"]
-    found = [finish(model, case, epochs=1)]
+    found = [fitted(model, case, epochs=1)]
     block = next(layer for layer in model.layers if layer.name == "block")
     for part in (block.norms[0], block.attention):
         part.trainable = False
     model.compile(**case.compiled())
-    return [*found, finish(model, case, epochs=1)]
+    return [*found, fitted(model, case, epochs=1)]
 
 
+@pytest.mark.slow
 def test_layers_stay_opened_where_others_are_trained_later():
     model = make(OPENED["twice"], num_stages=4, num_micro_batches=2)
     assert sum("/" in name for name in model.plan.node_names) > 4
@@ -218,7 +220,7 @@ def drawing():
 
 
 def test_calls_that_draw_from_one_seed_stay_on_one_stage():
-    case = Case(drawing, X, Y, regression())
+    case = evenly(Case(drawing, X, Y, regression()))
     model = make(case, num_stages=3, num_micro_batches=1)
     found = zip(model.plan.node_names, model.plan.assignment, strict=True)
     assert [stage for name, stage in found if "/dropout" in name] == [1, 1]

@@ -62,18 +62,15 @@ TWO = [
     Run("adapted, evenly", 4, 1, "gpipe"),
     Run("two_in_two_out", 4, 3, "zb-v"),
     Run("unreached, evenly", 2, 8, "1f1b"),
-    Run("looked_up_again, evenly", 4, 4, "interleaved"),
     Run("merged_windows, evenly", 10, 2, "1f1b"),
     Run("tied_head, evenly", 2, 4, "zb-h1", recompute="all"),
     Run("batch_norm, evenly", 1, 2, replicas=2, recompute="all"),
-    Run("class_weight", 1, 8, replicas=2),
     Run("positions, evenly", 1, 2, replicas=2),
 ]
 FOUR = [
     Run("long_skip, evenly", 4, 4, "gpipe"),
     Run("tied_blocks, evenly", 4, 2, "interleaved", replicas=2),
     Run("dropout, evenly", 2, 2, "1f1b", replicas=2, recompute="all"),
-    Run("regularized, evenly", 2, 2, "zb-h1", replicas=2),
 ]
 
 

@@ -16,6 +16,7 @@ from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries
 pytestmark = pytest.mark.keras
 
 ROWS = (4, 3)  # the first size is compiled by itself, all others together
+ALIKE = (4, 4)  # where that is not what is tested
 
 
 @contextlib.contextmanager
@@ -94,12 +95,12 @@ def random(rows, port, graph, rng):
     return tf.cast(rng.normal(size=shape), tensor.dtype)
 
 
-def micro_batches(stage, graph):
+def micro_batches(stage, graph, sizes=ROWS):
     rng = np.random.default_rng(0)
-    for rows in ROWS:
+    for rows in sizes:
         inputs = [random(rows, port, graph, rng) for port in stage.boundary.inputs]
         outputs = [random(rows, port, graph, rng) for port in stage.boundary.outputs_with_gradient]
-        yield inputs, [rows / sum(ROWS), *outputs]
+        yield inputs, [rows / sum(sizes), *outputs]
 
 
 def with_factors(stage, seeds):
@@ -165,8 +166,8 @@ def compare(first, second, limit):
             assert np.max(np.abs(a - b), initial=0) <= limit * size
 
 
-def check(stage, graph, limit):
-    batches = list(micro_batches(stage, graph))
+def check(stage, graph, limit, sizes=ROWS):
+    batches = list(micro_batches(stage, graph, sizes))
     start = [v.numpy() for v in states(stage)]
     expected, sums = by_tape(stage, batches)
     end = [v.numpy() for v in states(stage)]
@@ -199,7 +200,7 @@ def test_a_stage_that_cannot_be_cut_runs_on_a_tape(monkeypatch, kind):
     monkeypatch.setattr("tarantella_pp.runtime.stage.stage.SplitBackward", refuse)
     with in_precision("float64", "float64"):
         stage, graph = stage_of(*KINDS[kind])
-        check(stage, graph, 1e-12)
+        check(stage, graph, 1e-12, ALIKE)
     assert stage.fallback == "not this one"
 
 
@@ -218,7 +219,7 @@ def test_recomputation_repeats_random_numbers_and_statistics(kind):
     with in_precision("float64", "float64"):
         plain, _ = stage_of(*KINDS[kind])
         stage, graph = stage_of(*KINDS[kind], recompute=True)
-        check(stage, graph, 1e-12)
+        check(stage, graph, 1e-12, ALIKE)
         plain.forward(0, next(micro_batches(plain, graph))[0])
     kept = [s.residual_bytes for s in (plain, stage)]
     assert kept[1] < kept[0]
@@ -237,7 +238,7 @@ def test_other_precisions(kind, policy, limit):
     keras.utils.set_random_seed(0)
     with in_precision("float32", policy):
         stage, graph = stage_of(*KINDS[kind])
-        check(stage, graph, limit)
+        check(stage, graph, limit, ALIKE)
 
 
 def test_embeddings_keep_the_slices_of_every_token():

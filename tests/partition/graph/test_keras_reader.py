@@ -26,18 +26,43 @@ def restore(model, values):
         variable.assign(value)
 
 
+def footprint(model):
+    """What reading a model could leave behind on it."""
+    nodes, operations = [], [model]
+    while operations:
+        operation = operations.pop()
+        nodes.append((id(operation), len(operation._inbound_nodes), len(operation._outbound_nodes)))
+        operations += getattr(operation, "operations", getattr(operation, "_layers", []))
+    return nodes, [id(v) for v in model.variables], copy.deepcopy(model.get_config())
+
+
+CLOSED = {
+    models.opaque_rank: "Functional",
+    models.opaque_regularized: "Sequential",
+    models.opaque_mask: "Functional",
+    models.opaque_subclass: "Doubled",
+}
+"""Nested models that do more than their graph says; all others are opened."""
+
+
 @pytest.mark.parametrize(
     "build",
     [pytest.param(b, marks=pytest.mark.slow) if b in SLOW else b for b in models.READ],
     ids=lambda build: build.__name__,
 )
-def test_stages_give_bitwise_what_the_model_gives(build):
+def test_reading_touches_nothing_and_stages_give_bitwise_what_the_model_gives(build):
     keras.utils.set_random_seed(1)
     model = build()
-    data = models.batch(model)
+    untouched = footprint(model)
     extracted = extract(model)
     graph = extracted.graph
+    assert footprint(model) == untouched
+    assert {id(v) for v in extracted.variables} == {id(v) for v in model.variables}
+    assert extract(build()).graph.fingerprint() == graph.fingerprint()
+    closed = {"Functional", "Sequential", "Doubled"} & {node.kind for node in graph.nodes}
+    assert closed == ({CLOSED[build]} if build in CLOSED else set())
     assert len(graph.nodes) == len(extracted.calls)
+    data = models.batch(model)
     before = state(model)
     few, many = random_stages(graph, 3, seed=1), [*range(len(graph.nodes))]
     for training, stages in ((False, few), (True, many)):
@@ -61,38 +86,6 @@ def assert_described(tensor, value, mask):
     assert (mask is None) == (tensor.mask_shape is None), tensor.name
     if mask is not None:
         assert all(d is None or d == n for d, n in zip(tensor.mask_shape, mask.shape, strict=True))
-
-
-def footprint(model):
-    """What reading a model could leave behind on it."""
-    nodes, operations = [], [model]
-    while operations:
-        operation = operations.pop()
-        nodes.append((id(operation), len(operation._inbound_nodes), len(operation._outbound_nodes)))
-        operations += getattr(operation, "operations", getattr(operation, "_layers", []))
-    return nodes, [id(v) for v in model.variables], copy.deepcopy(model.get_config())
-
-
-CLOSED = {
-    models.opaque_rank: "Functional",
-    models.opaque_regularized: "Sequential",
-    models.opaque_mask: "Functional",
-    models.opaque_subclass: "Doubled",
-}
-"""Nested models that do more than their graph says; all others are opened."""
-
-
-@pytest.mark.parametrize("build", models.READ, ids=lambda build: build.__name__)
-def test_the_model_is_not_touched_and_opened_where_that_changes_nothing(build):
-    model = build()
-    before = footprint(model)
-    extracted = extract(model)
-    assert footprint(model) == before
-    ours = {id(v) for v in extracted.variables}
-    assert ours == {id(v) for v in model.variables}
-    assert extract(build()).graph.fingerprint() == extracted.graph.fingerprint()
-    closed = {"Functional", "Sequential", "Doubled"} & {n.kind for n in extracted.graph.nodes}
-    assert closed == ({CLOSED[build]} if build in CLOSED else set())
 
 
 def names(model):

@@ -9,7 +9,7 @@ import pytest
 
 from tarantella_pp.launch.processes import shared_memory
 from tests.helpers.draws import more_asked_for
-from tests.helpers.jobs import PYTHONS, tarantella
+from tests.helpers.jobs import PYTHONS, mpiexec, tarantella
 
 pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
 
@@ -139,3 +139,22 @@ def test_a_job_that_takes_too_long_is_killed(python):
 def test_faults_that_make_launchers_hang_now_and_then(python):
     for _ in range(20 if more_asked_for() else 2):
         expect_failures(python, ["sigkill", "_exit5", "orphan"], "barrier", ranks=3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "wait", "cause"),
+    [
+        ("raise", "barrier", "ValueError: a bad apple"),
+        ("thread", "recv", "ZeroDivisionError"),
+    ],
+)
+def test_under_plain_mpiexec_the_guard_itself_ends_the_job(python, fault, wait, cause):
+    with mpiexec(python, 2, "fault.py", fault, wait, "--guard") as job:
+        job.wait_until_ready()
+        result = job.result()
+        assert not job.wait_until_gone(seconds=3)
+    assert result.code != 0
+    headlines = [line for line in result.stderr.splitlines() if "failed first" in line]
+    assert len(headlines) == 1, result.stderr
+    assert "rank 1 of 2 on host " in headlines[0]
+    assert cause in headlines[0]

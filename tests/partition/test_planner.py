@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 from keras import layers
 
+import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.partition.best_stages import rank_totals
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.schedule import ScheduleSpec
@@ -198,3 +201,33 @@ def test_tied_weights_are_kept_together_where_that_is_free_and_otherwise_priced(
     together = make_plan(keras.Model(inputs, x), 2, num_micro_batches=2, batch_size=4)
     assert together.assignment == (0, 0, 1)
     assert together.ties == ()
+
+
+def widening(**options):
+    """A plan of layers of which the last is wider, for ranks with several stages."""
+    machine = HardwareSpec(6e10, action_seconds=3e-4)
+    given = {"num_micro_batches": 4, "balance": "flops", "machine": machine, **options}
+    return tnt.make_plan(tower(64, 64, 64, 64, 64, 192), 4, **given)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"), [("interleaved", (0, 1, 0, 1)), ("zb-v", (0, 1, 1, 0))]
+)
+@pytest.mark.parametrize("balance", ["flops", "memory"])
+def test_the_largest_rank_is_what_counts(schedule, ranks, balance):
+    plan = widening(schedule=schedule, balance=balance)
+    assert plan.ranks == ranks
+    stages = [s.flops if balance == "flops" else s.lasting_bytes for s in plan.stages]
+    totals = rank_totals(stages, ranks)
+    assert max(totals) == plan.certificate.value
+    assert sum(totals) / 2 >= plan.certificate.lower_bound or balance == "memory"
+    assert plan.certificate.lower_bound <= plan.certificate.value
+
+
+def test_a_limit_of_stages_holds():
+    free = widening(schedule="zb-v")
+    limit = max(stage.memory_bytes for stage in free.stages)
+    plan = widening(schedule="zb-v", memory_limit=limit)
+    assert plan.assignment == free.assignment
+    less = widening(schedule="zb-v", memory_limit=limit - 1, num_micro_batches=None)
+    assert max(stage.memory_bytes for stage in less.stages) < limit

@@ -49,7 +49,8 @@ _LEAST_ROWS, _MOST_ROWS = 6, 48
 # How far weights are moved where gradients are all zero.
 _DISTURBED = (1.0, 1e3)
 
-_CLIP = (
+_ADVICE = (
+    "Compute a loss that is a mean (or a sum) of one value for each sample. "
     "Clip with the optimizer's clipnorm, global_clipnorm or clipvalue, which see the whole batch, "
     "or train in one process."
 )
@@ -181,10 +182,9 @@ def _gradients(trace: StepTrace, probe: StepProbe, number: int, what: str) -> li
     dense = [t for t in update.dense if t is not None]
     # What follows from weights alone, or is zero whatever the samples are, may be of any kind.
     of_weights = all(t.op not in trace.of_samples or is_zero(t) for t in dense)
-    wrong, advice = None, _CLIP
+    wrong, advice = None, _ADVICE
     if strange:
         wrong = f"mix samples: that of '{strange[0]}' and {len(strange) - 1} more, {_NEITHER}"
-        advice = f"Compute a loss that is a mean (or a sum) of one value for each sample. {_CLIP}"
     elif kinds and number not in probe.finite:
         wrong = "are not finite for samples of the first batch"
         advice = "Begin with a smaller loss scale, or train in one process."

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -42,22 +42,60 @@ _CHOICES = {"Select", "SelectV2"}
 _BRANCHES = {"If", "StatelessIf"}
 # These make of all samples together what is no sum of what they make of each.
 _EXTREMES = {"Max", "Min", "Prod", "Any", "All", "EuclideanNorm"}
-_SIZES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
+_SIZES = {"Shape", "ShapeN", "Size", "ZerosLike", "OnesLike"}
+# How many rows these give is decided by the content of what they are given, as a mask does; and
+# by some other numbers that these are given.
+_CHOOSING = {"Where", "Unique", "UniqueV2", "UniqueWithCounts", "DynamicPartition", "ListDiff"}
+_BOUNDED = {"Slice", "StridedSlice", "Range", "Fill", "Tile"}
+# These have as many rows as one of the things that they are given.
+_LIKE_ONE = {"GatherV2": 1, "ResourceGather": 1, "GatherNd": 1, "TensorScatterUpdate": 0}
+_LIKE_ONE |= {"ScatterNd": 2, "UnsortedSegmentSum": 2, "TensorScatterAdd": 0}
 
 
-def following(graph: tf.Graph, inputs: Iterable[tf.Tensor]) -> set[Any]:
+class _Sized(NamedTuple):
+    """Marks an operation whose number of rows follows from what samples contain."""
+
+    op: tf.Operation
+
+
+def following(
+    graph: tf.Graph, inputs: Iterable[tf.Tensor], sized: Iterable[tf.Tensor] = ()
+) -> set[Any]:
     """The operations, and outputs of functions, that follow from what samples contain."""
-    found: set[Any] = {tensor.op for tensor in inputs}
+    found: set[Any] = {tensor.op for tensor in inputs} | {_Sized(tensor.op) for tensor in sized}
     for op in graph.get_operations():
-        if op.type not in _SIZES and any(_follows(tensor, found) for tensor in op.inputs):
+        follows = any(_follows(tensor, found) for tensor in op.inputs)
+        if follows and op.type != "Rank" and (op.type not in _SIZES or _given_sized(op, found)):
             found.add(op)
+            if _is_sized(op, found):
+                found.add(_Sized(op))
             # What reads a variable later follows from what is written to it, too.
             found |= {tensor.op for tensor in _written(op)}
             if (body := body_of(op)) is not None:
                 inside = _following_in(body, op, found)
                 pairs = zip(body.outputs, op.outputs, strict=False)
                 found |= {outer.ref() for inner, outer in pairs if _follows(inner, inside)}
+                found |= {_Sized(op) for inner in body.outputs if _Sized(inner.op) in inside}
     return found
+
+
+def _given_sized(op: tf.Operation, follows: set[Any]) -> bool:
+    return any(_Sized(tensor.op) in follows for tensor in op.inputs)
+
+
+def _is_sized(op: tf.Operation, follows: set[Any]) -> bool:
+    if all(tensor.shape.is_fully_defined() for tensor in op.outputs):
+        return False
+    if op.type in _LIKE_ONE:
+        return _Sized(op.inputs[_LIKE_ONE[op.type]].op) in follows
+    numbers = (t for t in op.inputs if t.dtype.is_integer and t.shape.is_fully_defined())
+    bounded = op.type in _BOUNDED and any(_follows(tensor, follows) for tensor in numbers)
+    return op.type in _CHOOSING or bounded or _given_sized(op, follows)
+
+
+def _averages_some(op: tf.Operation, follows: set[Any]) -> bool:
+    """Whether it is a mean over as many values as samples' content says."""
+    return op.type == "Mean" and _given_sized(op, follows) and _Sized(op) not in follows
 
 
 def _follows(tensor: tf.Tensor, follows: set[Any]) -> bool:
@@ -85,7 +123,8 @@ def uses_of_sums(tensors: Sequence[tf.Tensor], follows: set[Any]) -> Iterator[tf
         given = [tensor for tensor in op.inputs if _follows(tensor, follows)]
         body = body_of(op)
         if body is None:
-            used = any(map(_is_sum, op.outputs if op.type in _EXTREMES else given))
+            together = op.type in _EXTREMES or _averages_some(op, follows)
+            used = any(map(_is_sum, op.outputs if together else given))
         else:
             used = any(uses_of_sums(body.outputs, _following_in(body, op, follows)))
         if used:
@@ -153,8 +192,9 @@ def _is_sum(tensor: tf.Tensor) -> bool:
 
 
 def _following_in(body: tf.Graph, op: tf.Operation, follows: set[Any]) -> set[Any]:
-    pairs = zip(body.inputs, op.inputs, strict=True)
-    return following(body, [inner for inner, outer in pairs if _follows(outer, follows)])
+    pairs = [*zip(body.inputs, op.inputs, strict=True)]
+    sized = [inner for inner, outer in pairs if _Sized(outer.op) in follows]
+    return following(body, [inner for inner, outer in pairs if _follows(outer, follows)], sized)
 
 
 def _is_linear(op: tf.Operation, follows: set[Any]) -> bool:
@@ -164,7 +204,7 @@ def _is_linear(op: tf.Operation, follows: set[Any]) -> bool:
         return False  # these are given what all of them add up to
     if (body := body_of(op)) is not None:
         return nonlinear(body.outputs, _following_in(body, op, follows)) is None
-    if op.type in _BRANCHES and 0 in given:
+    if (op.type in _BRANCHES and 0 in given) or _averages_some(op, follows):
         return False
     return (
         op.type in _LINEAR

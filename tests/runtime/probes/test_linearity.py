@@ -57,3 +57,42 @@ def test_what_samples_decide_together_is_no_sum(make):
 
     graph = traced.get_concrete_function()
     assert nonlinear(graph.outputs, following(graph.graph, graph.inputs)) is not None
+
+
+def scattered(x, kept):
+    shape = tf.shape(x, out_type=tf.int64)
+    return tf.reduce_mean(tf.scatter_nd(tf.where(kept), tf.boolean_mask(x, kept), shape))
+
+
+def by_parts(x, kept):
+    return tf.reduce_mean(tf.dynamic_partition(x, tf.cast(kept, tf.int32), 2)[1])
+
+
+def by_a_function(x, kept):
+    return tf.reduce_mean(tf.function(tf.boolean_mask)(x, kept))
+
+
+@pytest.mark.parametrize(
+    ("make", "linear"),
+    [
+        (lambda x, kept: tf.reduce_mean(x[kept]), False),
+        (by_parts, False),
+        (lambda x, kept: ops.mean(ops.take(x, ops.nonzero(kept)[0], axis=0)), False),
+        (lambda x, kept: tf.reduce_mean(x[: tf.math.count_nonzero(kept)]), False),
+        (by_a_function, False),
+        (lambda x, kept: tf.reduce_sum(x[kept]), True),
+        (lambda x, kept: tf.cast(tf.size(x[kept]), x.dtype), True),
+        (scattered, True),
+    ],
+)
+def test_how_many_samples_there_are_may_follow_from_them(make, linear):
+    @tf.function(input_signature=[tf.TensorSpec([None], "float64")], autograph=False)
+    def traced(x):
+        weight = tf.ones((), x.dtype)
+        value = make(weight * x, x < 100.0)
+        return value, tf.gradients(value, weight, unconnected_gradients="zero")
+
+    graph = traced.get_concrete_function()
+    follows = following(graph.graph, graph.inputs)
+    for output in graph.outputs:
+        assert (nonlinear([output], follows) is None) == linear

@@ -117,6 +117,7 @@ MIXED = {
     "of means": lambda x: ops.sum(ops.square(ops.mean(x, axis=0))),
     "variance": lambda x: ops.sum(ops.var(x, axis=0)),
     "later": lambda x: ops.maximum(ops.sum(ops.square(x)), 1e-6),
+    "of some": lambda x: ops.mean(x[x < 1e6]),
     "never seen": lambda x: ops.sum(ops.cast(ops.isnan(x), x.dtype)),
     "gradient alone": lambda x: ops.sum(ops.mean(x) * (x - ops.stop_gradient(x))),
 }

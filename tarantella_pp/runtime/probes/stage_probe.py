@@ -89,6 +89,8 @@ class StageProbe:
                 # A unit of ReLU that is zero but for rounding, which is another in another shape,
                 # is not so again with samples that are a little larger.
                 self._refuse_coupled(trace, training, samples.changed(_larger), rows)
+            except tf.errors.InvalidArgumentError as error:  # one that takes no few samples
+                raise _mixes(None, [], f" TensorFlow says of some: {error.message}") from error
             self._module.means[training] = metric_means(
                 self._module.layer.calls, trace, samples, self._num_replicas
             )
@@ -260,7 +262,7 @@ def _another(tensor: tf.Tensor) -> tf.Tensor:
     return 1.25 * tensor + 0.1 * (tf.reduce_max(tf.abs(tensor)) + 0.1) * wave
 
 
-def _mixes(call: Call | None, strange: Sequence[str]) -> UnsupportedModelError:
+def _mixes(call: Call | None, strange: Sequence[str], said: str = "") -> UnsupportedModelError:
     what, how = "One of the layers", "gradient"
     if call is not None:
         what, how = f"'{call.name}' ({call.kind})", "result"
@@ -271,7 +273,7 @@ def _mixes(call: Call | None, strange: Sequence[str]) -> UnsupportedModelError:
         f"{how} for some samples of a batch may change when they are alone, so in micro-batches "
         "it would train something else than in one process. Use num_micro_batches=1 and "
         "num_replicas=1, or a form of it that treats each sample by itself, with the samples "
-        "along the first dimension."
+        f"along the first dimension.{said}"
     )
 
 

@@ -232,7 +232,7 @@ def largest_two(layer, x, _):
 )
 def test_layers_are_tried_with_as_many_samples_as_a_micro_batch_has(function, stages):
     x, y = np.concatenate([X, X + 1]), np.concatenate([Y, Y])
-    with pytest.raises(UnsupportedModelError, match="number of samples.*num_micro_batches=1"):
+    with pytest.raises(UnsupportedModelError, match=r"number of samples.*num_micro_batches=1"):
         piped(between(Own(function)), stages=stages).train_on_batch(x, y)
 
 

@@ -400,7 +400,8 @@ def told(found: Any) -> str:
 def why(row: dict[str, Any]) -> str:
     """Why a model is not exact."""
     found = [row.get(kind) for kind in ("pipeline", "replicas")]
-    errors = [text.split(": ", 1)[-1] for text in found if isinstance(text, str)]
+    where = r"\w+: (Rank \d+ could not run stage \d+: )?"
+    errors = [re.sub(f"^{where}", "", text) for text in found if isinstance(text, str)]
     reason = re.split("[:,.] ", errors[0])[0] if errors else ""
     if not errors and not all(map(is_exact, found)) and row.get("has batch statistics"):
         reason = "BatchNormalization takes statistics of a micro-batch"

@@ -80,6 +80,7 @@ def test_one_process() -> None:
     check(use_everything())
 
 
+@pytest.mark.slow
 def test_several_ranks() -> None:
     for found in mpi_run(3, use_everything, env={"TNT_TIMEOUT": "20"}).check().results:
         check(found)

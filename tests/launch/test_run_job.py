@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import psutil
+import pytest
 
 from tests.helpers.jobs import ROOT
 
@@ -50,6 +51,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_records_count_not_the_exit_code_of_mpiexec():
     jobs = [started(acts, *hosts) for acts, _, _, *hosts in CASES]
     for job, (_, code, message, *_) in zip(jobs, CASES, strict=True):

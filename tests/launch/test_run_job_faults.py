@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -110,10 +111,11 @@ def test_a_second_interrupt_does_not_wait(python):
         job.send(signal.SIGINT)
         assert job.wait_until_gone(seconds=0.7)  # ranks in MPI calls do not see the first one
         job.send(signal.SIGINT)
+        again = time.monotonic()
         result = job.result()
+        assert time.monotonic() - again < 4  # the patience after one is 5 s
         assert not job.processes()
     assert result.code == 130
-    assert result.seconds < 4  # the patience after one is 5 s
 
 
 def test_ranks_have_time_to_write_a_checkpoint_after_sigterm(python):

@@ -31,6 +31,7 @@ def huge():
     return model
 
 
+@pytest.mark.slow
 def test_a_model_of_any_size_is_planned(capsys):
     command = Command(capsys)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -69,6 +69,7 @@ def expected():
     return numbers_of(plain)
 
 
+@pytest.mark.slow
 def test_tasks_take_texts_and_train_exactly():
     assert distance(numbers_of(pipeline), expected()) < 1e-13
 

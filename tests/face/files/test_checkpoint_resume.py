@@ -292,6 +292,7 @@ def test_reached_epochs_train_nothing_and_more_go_on(tmp_path, caplog):
     assert run(tmp_path, epochs=4, initial_epoch=2) == uninterrupted()
 
 
+@pytest.mark.slow
 def test_fits_in_one_script_go_on_and_others_begin_as_ever(tmp_path):
     def fits(*callbacks):
         trained, found, fit = model(), [], {"batch_size": 5, "verbose": 0}

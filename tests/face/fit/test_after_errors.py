@@ -122,6 +122,7 @@ def attempt(model, number):
     return False  # it came while Python tidied up
 
 
+@pytest.mark.slow
 # What generators do when they are dropped fails unseen.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_error_at_any_call_of_a_step_leaves_whole_steps():

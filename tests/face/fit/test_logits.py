@@ -47,6 +47,7 @@ SURE = Case(
 )
 
 
+@pytest.mark.slow
 def test_what_is_sure_learns_as_in_keras():
     keras.backend.clear_session()
     plain = finish(make(SURE), SURE)

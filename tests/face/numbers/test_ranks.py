@@ -278,6 +278,7 @@ def clip_some():
     return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(clipped, {}))
 
 
+@pytest.mark.slow
 def test_a_session_on_two_ranks(tmp_path):
     run = mpi_run(2, use_everything, str(tmp_path), timeout=240).check()
     first, second = run.results

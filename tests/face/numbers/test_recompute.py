@@ -30,6 +30,7 @@ def repeats(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_recomputation_changes_no_number(monkeypatch):
     name = "dropout, evenly"
     case, shape = CASES[name], {"num_stages": 3, "num_micro_batches": 4, "schedule": "1f1b"}

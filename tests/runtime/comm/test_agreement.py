@@ -112,6 +112,7 @@ WAITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "kind"), [(2, "message"), (2, "arrival"), (3, "allgather")])
 def test_a_wait_that_cannot_end_names_both_calls(ranks, kind):
@@ -151,6 +152,7 @@ def wait_in_vain():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_the_first_line_of_a_time_out_says_who_waits_for_whom_in_which_call():
     run = mpi_run(2, wait_in_vain, env={"TNT_TIMEOUT": "1", "TNT_WARN": "0.5"}).check()

@@ -426,8 +426,8 @@ def _supported_network(model: Any) -> Any:
             f"Model '{model.name}' is a subclassed model (class {type(model).__name__} defines "
             "call()), and has not been called on symbolic inputs, so nobody knows their shapes and "
             "dtypes. Call it once: model(keras.Input(shape, dtype=...)), or on a list or "
-            "dictionary of these, as `fit` gives it its data; one of a file after "
-            "keras.models.load_model, and wrap it then. Data parallel, say its inputs: "
+            "dictionary of these, as `fit` gives it its data. A model of a file: load it with "
+            "keras.models.load_model, call it, and wrap it. Data parallel, say its inputs: "
             "tnt.Model(model, inputs=keras.Input(...))."
         )
     return network

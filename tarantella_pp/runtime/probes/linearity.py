@@ -4,7 +4,8 @@ samples    x   [None, 3]      what has no dimension of unknown size, and follows
 sum        s   [3]            is a sum over them: with more operations that are linear it is
 largest    max(s, 1)   [3]    the sum of what parts give, with others only sometimes
 
-What several samples together decide, such as `any(x > 9)` or `max(x)`, counts as a sum.
+What several samples together decide, such as `any(x > 9)` or `max(x)`, counts as a sum; so does a
+mean over rows whose number the content decides, such as `mean(x[x > 0])`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class _Sized(NamedTuple):
 def following(
     graph: tf.Graph, inputs: Iterable[tf.Tensor], sized: Iterable[tf.Tensor] = ()
 ) -> set[Any]:
-    """The operations, and outputs of functions, that follow from what samples contain."""
+    """What follows from what samples contain: operations, outputs of functions, numbers of rows."""
     found: set[Any] = {tensor.op for tensor in inputs} | {_Sized(tensor.op) for tensor in sized}
     for op in graph.get_operations():
         follows = any(_follows(tensor, found) for tensor in op.inputs)

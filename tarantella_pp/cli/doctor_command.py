@@ -126,7 +126,7 @@ def _examined(
     ours = [line.partition(": ")[2] for line in messages if line.startswith("tarantella")]
     others = [line for line in messages if not line.startswith("tarantella")]
     if ours and not told:  # MPI and ssh say more than our launcher knows, ssh before
-        ours = [*others[:1], *ours]
+        ours = [*sorted(others, key=lambda line: line.startswith("[mpiexec"))[:1], *ours]
     why = " ".join(ours or others[-1:]) or f"exit code {code}"
     return told, "" if code == 0 else why.rstrip(".")
 

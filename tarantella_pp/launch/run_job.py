@@ -214,9 +214,10 @@ class JobRun:
 
     def _advice(self) -> str:
         """Returns what to do about hosts that cannot be reached, which MPI may not name."""
-        if not self._hosts:
-            return ""
-        return "; ssh must reach their hosts without a password, and find this Python there"
+        missing = set(self._records.missing())
+        names = ", ".join(host.name for host in self._hosts if missing.intersection(host.ranks))
+        advice = f"; ssh must reach {names} without a password, and find this Python there"
+        return advice if names else ""
 
     def _report_failure(self, failure: Record, mpi: subprocess.Popen[bytes]) -> int:
         """Says which rank failed first, and how; returns the exit code."""

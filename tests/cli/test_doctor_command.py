@@ -81,7 +81,8 @@ def test_hosts_are_examined_and_named_where_they_are_not_reached(python, tmp_pat
             "out of memory",
         ),
         (
-            "echo no route >&2; echo 'tarantella run: Found no MPI' >&2; exit 1",
+            """exec >&2; echo '[mpiexec@alpha] Launch proxy failed.'; echo no route
+            echo 'tarantella run: Found no MPI'; exit 1""",
             0,
             "no route Found no MPI",
         ),

@@ -42,7 +42,7 @@ CASES = [
     ("say(0, 'failed', exit_code=75, stopped=True); time.sleep(60)", 75, "by SIGTERM"),
     ("say(0, 'failed', exit_code=75); time.sleep(60)", 75, "rank 0 of 2 on host"),
     ("say(0, 'started'); time.sleep(60)", 1, "ranks [1] did not start within 3 s"),
-    ("time.sleep(60)", 1, "ranks [0, 1] did not start within 3 s; ssh must reach", "own"),
+    ("time.sleep(60)", 1, "ranks [0, 1] did not start within 3 s; ssh must reach own", "own"),
     # MPICH's launcher would wait for ever for the ranks of a host that is dead.
     (
         f"{BOTH_START}; subprocess.Popen(['sh', '-c', 'sleep 2; exit 255', 'far']); time.sleep(60)",

@@ -20,11 +20,11 @@ from typing import Any
 
 import msgspec
 
-from tarantella_pp.cli.doctor_probe import this_host
 from tarantella_pp.cli.output import table, write_table
 from tarantella_pp.cli.run_command import add_reach
 from tarantella_pp.errors import INSTALL
 from tarantella_pp.launch import hosts
+from tarantella_pp.launch.resources import this_host
 from tarantella_pp.partition.graph.units import count
 
 # How long the job may take, and how long a rank may wait for a message: no link is so slow.
@@ -113,7 +113,7 @@ def _examined(
         where = [str(path / "hosts") if word == "hosts" else word for word in where]
         command = [sys.executable, "-m", "tarantella_pp", "run", *where, *options]
         command += ["--output-on-all-devices", "--timeout", str(JOB_SECONDS)]
-        command += ["--", "-m", "tarantella_pp.cli.doctor_probe"]
+        command += ["--", "-m", "tarantella_pp.runtime.comm.machine"]
         # Files, not pipes: an ssh that several commands share may hold a pipe open.
         with (path / "out").open("wb") as out, (path / "err").open("wb") as errors:
             code = subprocess.run(

@@ -1,17 +1,19 @@
-"""A rank's share of its host: cores with threads, a GPU."""
+"""What a host has, and a rank's share of it: cores with threads, a GPU."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pathlib
+import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
-from tarantella_pp.errors import LaunchError
+from tarantella_pp.errors import LaunchError, version_of
 from tarantella_pp.launch.environment import number_of
+from tarantella_pp.launch.mpi_launchers import library_version
 from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE
 
 # Whether a rank is bound to its share of the cores.
@@ -147,3 +149,18 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     names = [name.strip() for name in given.split(",")]
     invalid = (i for i, name in enumerate(names) if not name or name.startswith("-"))
     return names[: next(invalid, len(names))]
+
+
+def this_host() -> dict[str, Any]:
+    """Returns versions, cores and GPUs of this host."""
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "tarantella_pp": version_of("tarantella-pp"),
+            "tensorflow": version_of("tensorflow") or version_of("tensorflow-cpu"),
+            "keras": version_of("keras"),
+            "MPI": library_version() or None,
+        },
+        "cores": cores_of_node(),
+        "gpus": len(visible_gpus({})),  # all of them, whatever this rank was left
+    }

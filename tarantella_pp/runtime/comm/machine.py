@@ -1,9 +1,15 @@
-"""This machine, measured: memory of each rank, clocks of the ranks, speed of messages."""
+"""This machine, measured: memory of each rank, clocks of the ranks, speed of messages.
+
+Run as a module it prints, on each rank of `tarantella doctor`, a line of JSON for its host, and one
+of the links.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +18,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
+from tarantella_pp.launch.records import RANK_VARIABLE, number_from
+from tarantella_pp.launch.resources import this_host
+from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec, world
 
 PROC, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
@@ -127,3 +135,22 @@ def _seconds(communicator: Communicator, size: int) -> float:
         communicator.flush()
     communicator.allreduce(seconds, "max")
     return float(seconds.min())
+
+
+def main() -> None:
+    """Prints what this host has, before it starts MPI, then how fast messages between ranks are."""
+    _tell({"rank": number_from(RANK_VARIABLE) or 0, **this_host()})
+    ranks = world()
+    if ranks.size > 1:
+        bandwidth, latency = measure_link(ranks)
+        if ranks.rank == 0:
+            _tell({"bandwidth": bandwidth, "latency": latency})
+
+
+def _tell(found: dict[str, Any]) -> None:
+    sys.stdout.write(f"{json.dumps(found)}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -21,11 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tarantella_pp.runtime.comm.buffers import Bytes, aligned_memory
-from tarantella_pp.runtime.comm.communicator import (
-    Communicator,
-    TensorSpec,
-    world,
-)
+from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec, world
 
 SIZES = tuple(4096 << shift for shift in range(17))
 TURNS = 3

@@ -16,11 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tarantella_pp.partition.graph.layer_graph import (
-    LayerGraph,
-    Node,
-    Tensor,
-)
+from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Tensor
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.executor import REDUCTIONS, Executor, Recorder
 from tarantella_pp.runtime.stage.stage_boundary import (

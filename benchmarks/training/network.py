@@ -57,10 +57,7 @@ from benchmarks.training.against_fit import BatchSeconds
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
-from tarantella_pp.runtime.executor import (
-    RecordedStep,
-    alike,
-)
+from tarantella_pp.runtime.executor import RecordedStep, alike
 from tarantella_pp.schedule import simulate
 
 HOSTS = ("tnt-host-0", "tnt-host-1")

@@ -42,10 +42,7 @@ from benchmarks.sized_models import BUILDERS, ROWS, data_for
 from tarantella_pp.models import pipeline_model
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.comm.machine import clock_offset
-from tarantella_pp.runtime.executor import (
-    Recorder,
-    gather_steps,
-)
+from tarantella_pp.runtime.executor import Recorder, gather_steps
 from tarantella_pp.schedule import TRAINING_NAMES, Costs, Schedule, lower, simulate
 from tests.helpers.closed_forms import bubble_fraction
 

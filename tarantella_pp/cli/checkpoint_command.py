@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tarantella_pp.cli import inputs
 from tarantella_pp.cli.inputs import quiet_keras
-from tarantella_pp.cli.output import (
-    FAILURE,
-    add_subcommands,
-    check_target,
-    table,
-    write_table,
-)
+from tarantella_pp.cli.output import FAILURE, add_subcommands, check_target, table, write_table
 from tarantella_pp.errors import ConfigurationError, FileError
 
 if TYPE_CHECKING:

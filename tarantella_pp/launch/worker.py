@@ -28,11 +28,7 @@ from typing import Any
 from tarantella_pp.cause import describe
 from tarantella_pp.errors import LaunchError
 from tarantella_pp.launch import records
-from tarantella_pp.launch.environment import (
-    LOG_ALL_VARIABLE,
-    LOG_LEVEL_VARIABLE,
-    OUTPUT_VARIABLE,
-)
+from tarantella_pp.launch.environment import LOG_ALL_VARIABLE, LOG_LEVEL_VARIABLE, OUTPUT_VARIABLE
 from tarantella_pp.launch.guard import Guard, exit_code_of
 from tarantella_pp.launch.processes import (
     adopt_orphans,

@@ -20,11 +20,7 @@ from tarantella_pp.errors import (
     former_option,
 )
 from tarantella_pp.files import replace_file
-from tarantella_pp.internals.functional import (
-    hides_its_graph,
-    own_metrics,
-    treat_like,
-)
+from tarantella_pp.internals.functional import hides_its_graph, own_metrics, treat_like
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.models.training_loops import TrainingLoops

@@ -10,11 +10,7 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.errors import (
-    ConfigurationError,
-    UnsupportedModelError,
-    checked_count,
-)
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError, checked_count
 from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.internals.training import strategy_of
 from tarantella_pp.models.training_loops import TrainingLoops

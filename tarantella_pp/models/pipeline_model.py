@@ -17,11 +17,7 @@ from tarantella_pp.internals.training import compile_loss
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.agreed_plan import agreed_plan
 from tarantella_pp.models.collective_model import CollectiveModel
-from tarantella_pp.models.deferred_init import (
-    deferred_init,
-    initial_values,
-    initialize_beside,
-)
+from tarantella_pp.models.deferred_init import deferred_init, initial_values, initialize_beside
 from tarantella_pp.models.training_loops import TrainingLoops, surrounded
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.options import PlanOptions, Recompute

@@ -16,12 +16,7 @@ from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import parse_bytes
 from tarantella_pp.partition.plan.gradient_buckets import fusion_threshold_of
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.plan_parts import (
-    MemoryLimit,
-    NarrowDtype,
-    Placement,
-    PlanConfig,
-)
+from tarantella_pp.partition.plan.plan_parts import MemoryLimit, NarrowDtype, Placement, PlanConfig
 from tarantella_pp.partition.profile import Profile
 from tarantella_pp.schedule import Schedule, ScheduleSpec
 

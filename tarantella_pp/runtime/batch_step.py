@@ -58,7 +58,10 @@ class BatchStep:
         self._scale = loss_scale(self._update.optimizer) if self._update and training else None
         self._keeps_outputs = self._metrics is None or not self._by_parts
         self._dtype = keras.config.floatx()
-        self._pieces = {i: self._split(x) for i, x in batch.inputs.items()}
+        self._pieces = {
+            i: [x] if len(self.sizes) == 1 else list(tf.split(x, self.sizes))
+            for i, x in batch.inputs.items()
+        }
         self._losses: list[LossValue] = []
         self.added = tf.zeros((), self._dtype) if compiled is None else compiled.penalty()
         self._report = report
@@ -202,9 +205,6 @@ class BatchStep:
         if len(share.sizes) == 1:
             return [tensor]
         return list(tf.split(tensor, share.sizes))[share.first : share.first + share.count]
-
-    def _split(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        return [tensor] if len(self.sizes) == 1 else list(tf.split(tensor, self.sizes))
 
 
 class SharedLogs:

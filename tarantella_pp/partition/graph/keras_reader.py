@@ -26,12 +26,7 @@ from tarantella_pp.internals.functional import (
     takes_training,
     trained_variables,
 )
-from tarantella_pp.partition.graph.calls import (
-    Call,
-    OpenedCall,
-    PlaceInside,
-    graph_of,
-)
+from tarantella_pp.partition.graph.calls import Call, OpenedCall, PlaceInside, graph_of
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Tensor
 from tarantella_pp.partition.graph.layer_inside import (
     LargestPart,
@@ -49,8 +44,6 @@ from tarantella_pp.partition.graph.placeholders import (
     probe_of,
 )
 from tarantella_pp.partition.graph.traced_costs import NodeCost
-
-__all__ = ["Call", "ExtractedModel", "extract"]
 
 _REMEDY = "Build it with keras.Model(inputs, outputs) or keras.Sequential([keras.Input(...), ...])."
 
@@ -216,7 +209,8 @@ class _Reader:
         variables: Any,
     ) -> tuple[int, ...]:
         """Adds what a call makes; gradients flow back to trained variables, from numbers only."""
-        upstream = any(v.trainable for v in variables) or any(map(self._has_gradient, reads))
+        upstream = any(v.trainable for v in variables)
+        upstream |= any(self._seen[t].has_gradient for t in reads)
         upstream &= type(layer).__name__ != "StopGradient"
         found = []
         for i, seen in enumerate(made):
@@ -224,9 +218,6 @@ class _Reader:
             label = f"{name}[{i}]" if len(made) > 1 else name
             found.append(self._add_tensor(label, replace(seen, has_gradient=flows)))
         return tuple(found)
-
-    def _has_gradient(self, t: int) -> bool:
-        return self._seen[t].has_gradient
 
     def _unique_name(self, path: str) -> str:
         """Returns the path itself the first time, then `"path:1"`, `"path:2"` and so on."""
@@ -270,7 +261,11 @@ class _Reader:
             bindings=bindings,
             outputs=(),
             variables=(),
-            unmasked=frozenset(t for t in bindings.values() if self._is_unmasked(t)),
+            unmasked=frozenset(
+                t
+                for t in bindings.values()
+                if self._seen[t].mask_shape != self._tensors[t].mask_shape
+            ),
             knows_no_training=self._looked.knows_no_training,
         )
         by_rule = is_known_by_rule(node.operation, given)
@@ -289,9 +284,6 @@ class _Reader:
             t = bindings[key]
             self._seen[t] = replace(self._seen[t], mask_shape=None)
         return outputs
-
-    def _is_unmasked(self, t: int) -> bool:
-        return self._seen[t].mask_shape != self._tensors[t].mask_shape
 
     def _look(self, node: Any, given: dict[int, SeenTensor]) -> LayerInside:
         """Looks into a layer, once for all readings."""

@@ -17,12 +17,7 @@ from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.lowering import lower
 from tarantella_pp.schedule.schedule_search import search_schedule
-from tarantella_pp.schedule.simulator import (
-    Costs,
-    LinkCosts,
-    StageCosts,
-    simulate,
-)
+from tarantella_pp.schedule.simulator import Costs, LinkCosts, StageCosts, simulate
 from tarantella_pp.schedule.simulator import (
     StepTimeline as StepTimeline,
 )

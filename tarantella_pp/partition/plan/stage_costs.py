@@ -35,13 +35,7 @@ from tarantella_pp.partition.plan.peak_memory import (
     update_bytes,
 )
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_parts import (
-    CutEdge,
-    OutputUse,
-    PlanConfig,
-    StagePlan,
-    Tie,
-)
+from tarantella_pp.partition.plan.plan_parts import CutEdge, OutputUse, PlanConfig, StagePlan, Tie
 
 # No stage repeats its forward pass.
 NOTHING: Mapping[int, int] = MappingProxyType({})

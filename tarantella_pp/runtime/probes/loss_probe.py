@@ -13,11 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.internals.functional import compute_output_spec
-from tarantella_pp.internals.training import (
-    reduces_values,
-    sample_values,
-    second_loss,
-)
+from tarantella_pp.internals.training import reduces_values, sample_values, second_loss
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.probes.linearity import following, nonlinear, uses_of_sums
 from tarantella_pp.runtime.probes.parts import (
@@ -162,7 +158,8 @@ def _kinds(loss: Any, data: Sequence[tuple[Array, Array]]) -> Iterator[frozenset
     specs = [tf.TensorSpec([None, *part.shape[1:]], keras.config.floatx()) for part in data[0]]
     try:
         # TensorFlow warns on standard error of shapes that do not fit, but not while it traces.
-        compute_output_spec(functools.partial(sample_values, loss), *map(_spec, data[0]))
+        described = [keras.KerasTensor(part.shape, str(part.dtype)) for part in data[0]]
+        compute_output_spec(functools.partial(sample_values, loss), *described)
         traced = tf.function(values, input_signature=specs, autograph=False)
         function = traced.get_concrete_function()
         probe = PartsProbe(function, function.inputs[:2], function.outputs)
@@ -199,7 +196,3 @@ def _kinds_with(probe: PartsProbe, y: Array, y_pred: Array) -> frozenset[str] | 
 
 def _samples(*data: Array) -> Samples:
     return Samples(_ROWS, [tf.constant(part, keras.config.floatx()) for part in data])
-
-
-def _spec(data: Array) -> keras.KerasTensor:
-    return keras.KerasTensor(data.shape, str(data.dtype))

@@ -23,11 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.runtime.probes.trial_graph import DRAWS, FLOAT32, FLOAT64, TrialGraph
-from tarantella_pp.runtime.stage.graph_functions import (
-    CompiledFunction,
-    ancestors,
-    unoptimized,
-)
+from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, ancestors, unoptimized
 
 ROWS, SAME, MEAN, SUM = "rows", "same", "mean", "sum"
 ALL = frozenset((ROWS, SAME, MEAN, SUM))
@@ -213,7 +209,8 @@ class PartsProbe:
         needed = ancestors([*fetches, *(t for op in self._effects for t in op.inputs)])
         self._draws = [op.outputs[0] for op in operations if op in needed and DRAWS.match(op.type)]
         self._fetches = list(fetches)
-        self._read = read or _arrays_of  # makes values of what the function gives
+        # Makes values of what the function gives
+        self._read = read or (lambda tensors: list(map(array_of, tensors)))
         self._variables = list(written)
         self._disturbed = disturbed
         if disturbed:
@@ -371,10 +368,6 @@ def array_of(tensor: tf.Tensor) -> Array:
         tensor = tf.cast(tensor, tf.float64)
     array: Array = tensor.numpy()
     return array
-
-
-def _arrays_of(tensors: Sequence[tf.Tensor]) -> list[Array]:
-    return list(map(array_of, tensors))
 
 
 def tensor_of(array: Array, dtype: tf.DType) -> tf.Tensor:

@@ -13,12 +13,7 @@ import tensorflow as tf
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.partition.plan.gradient_buckets import fusion_threshold_of
 from tarantella_pp.runtime.comm.buffers import ALIGNMENT, empty
-from tarantella_pp.runtime.comm.collectives import (
-    CollectiveRequest,
-    Steps,
-    dtype_on_wire,
-    finished,
-)
+from tarantella_pp.runtime.comm.collectives import CollectiveRequest, Steps, dtype_on_wire, finished
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import (
     cast,

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.cause import describe
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.internals.training import made_by_keras
@@ -69,7 +70,7 @@ class StageProbe:
     ) -> list[tf.Tensor]:
         """Tries the stage out with a micro-batch, and others if it is small; changes nothing."""
         first = samples_first(inputs, self._axes)
-        trace = self._trace(training, rows, first)
+        trace = self._trace(training, rows, first, num_micro_batches)
         refuse_effects(trace.function, self._module.layer, num_micro_batches, self._is_plain)
         for call in trace.drawn_by:
             raise UnsupportedModelError(
@@ -171,17 +172,30 @@ class StageProbe:
         """Refuses layers that compute otherwise where they know how many samples there are."""
         if all(made_by_keras(part) for part in sublayers(self._module.layer)[1:]):
             return
-        specs = [tf.TensorSpec(x.shape, x.dtype) for x in inputs]
-        known = ProbeTrace(self._module, specs, training, rows, differentiates=False)
+        known = ProbeTrace(self._module, _specs(inputs), training, rows, differentiates=False)
         if (call := trace.first_other(known, inputs)) is not None:
             raise _mixes(call, [])
 
-    def _trace(self, training: bool, rows: int, inputs: Sequence[tf.Tensor]) -> ProbeTrace:
+    def _trace(
+        self, training: bool, rows: int, inputs: Sequence[tf.Tensor], num_micro_batches: int
+    ) -> ProbeTrace:
         specs = [
-            tf.TensorSpec([None, *x.shape[1:]] if one else x.shape, x.dtype)
-            for x, one in zip(inputs, self._batched(rows, inputs), strict=True)
+            tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if one else spec
+            for spec, one in zip(_specs(inputs), self._batched(rows, inputs), strict=True)
         ]
-        return ProbeTrace(self._module, specs, training, rows)
+        try:
+            return ProbeTrace(self._module, specs, training, rows)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # whatever a layer says that runs with this many samples only
+            trace = ProbeTrace(self._module, _specs(inputs), training, rows)
+            if num_micro_batches > 1:
+                raise UnsupportedModelError(
+                    "A layer runs only where it knows how many samples there are, and would have "
+                    f"fewer in micro-batches: {describe(error)}. Use num_micro_batches=1 and "
+                    "num_replicas=1, or let the layer ask for keras.ops.shape(x)[0]."
+                ) from error
+            return trace
 
     def _batched(self, rows: int, inputs: Sequence[tf.Tensor]) -> list[bool]:
         """For each input whether it may have a row, or several, for each sample."""
@@ -251,6 +265,10 @@ def _gradients_add_up(trace: ProbeTrace, samples: Samples, factors: Array, sums:
 
 def _larger(tensor: tf.Tensor) -> tf.Tensor:
     return 1.01 * tensor if tensor.dtype.is_floating else tensor
+
+
+def _specs(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
+    return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def _another(tensor: tf.Tensor) -> tf.Tensor:

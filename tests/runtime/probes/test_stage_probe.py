@@ -672,6 +672,18 @@ def test_weights_that_no_layer_of_a_stage_has_are_trained_there(build):
     assert distance(*map(trained, models)) < 1e-10
 
 
+def one_by_one(layer, x, _):
+    return ops.stack([layer.gain * sample for sample in ops.unstack(x)])
+
+
+def test_what_needs_the_number_of_samples_runs_in_one_micro_batch():
+    models = [between(Own(one_by_one)) for _ in range(3)]
+    expected = trained(compiled(models[0]))
+    assert distance(expected, trained(piped(models[1], 1, stages=2))) < 1e-13
+    with pytest.raises(UnsupportedModelError, match=r"how many samples there are.*layer 'odd'"):
+        piped(models[2]).train_on_batch(X, Y)
+
+
 def test_what_rounding_has_switched_once_is_no_mixing(monkeypatch):
     """A ReLU at zero is another with other rounding, and so are the gradients that pass it."""
     honest, once = ProbeTrace.both_ways, [[0]]

@@ -27,7 +27,7 @@ from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.data_feed import DataFeed, dense
 from tarantella_pp.runtime.stage.forward_state import BatchStatistics
-from tarantella_pp.runtime.weights.shared_weights import broadcast_variable, check_replicas
+from tarantella_pp.runtime.weights.shared_weights import broadcast_variable, check_alike
 
 
 class StepFeed(DataFeed):
@@ -112,7 +112,7 @@ class ReplicaSteps:
 
     def check_alike(self) -> None:
         """Compares what replicas hold; all of them must call it."""
-        check_replicas(list(self._alike.values()), self.communicator)
+        check_alike(list(self._alike.values()), self.communicator)
 
     def _run(self, name: str, batch: Batch) -> Any:
         key = name, batch.signature

@@ -224,7 +224,6 @@ class OwnStepModel(TrainingLoops):
                     "model with steps of its own use keras.callbacks.ModelCheckpoint."
                 )
         with self._engine.communicator.call("fit"):
-            self._engine.check_alike()
             return super().fit(*args, **kwargs)
 
     def make_train_function(self, force: bool = False) -> None:

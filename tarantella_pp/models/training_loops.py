@@ -149,6 +149,7 @@ class TrainingLoops(_AnyModel):
         engine = self._engine
         callbacks = with_trace(callbacks, self, os.environ)
         engine.record(None)
+        engine.check_alike()
 
         def find() -> list[GivenData | None]:
             data, held_out = (x, y, sample_weight), validation_data

@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.gradient_buckets import gradient_buckets, weight_replicas
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.runtime.comm.collective import on_all_ranks
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.comm.tensor_buffers import variable_dtype
@@ -37,7 +36,7 @@ from tarantella_pp.runtime.weights.shared_weights import (
     Copies,
     TiedWeights,
     broadcast_variable,
-    check_replicas,
+    check_alike,
 )
 from tarantella_pp.runtime.weights.value_stream import Array, ValueStream
 
@@ -144,6 +143,8 @@ class RankWeights:
         tied = [row for row in table.rows if row.trainable and len(row.ranks) > 1]
         self.ties = TiedWeights([(row.variable, row.ranks) for row in tied], groups.pipeline)
         self._used = {i for i, row in enumerate(table.rows) if rank in row.ranks}
+        # What no forward pass writes
+        self._constant = {i for i, w in enumerate(extracted.graph.weights) if not w.stateful}
         self.bucket_counts: list[int] = []  # of each stage; none for one replica
         self.buckets: dict[Bucket, list[Any]] = {}  # whose sums this rank takes part in
         if groups.num_replicas > 1:
@@ -213,14 +214,13 @@ class RankWeights:
         self._updated.publish()
         self._updated.refresh()
 
-    def compare_replicas(self) -> None:
-        """Refuses to go on if replicas have other weights; all must call it."""
-        used = [self.variables[i] for i in sorted(self._used)]
-        # All ranks raise, or ranks of other stages would wait for the ones that did.
-        on_all_ranks(
-            self.groups.world, "compare its weights with other replicas",
-            lambda: check_replicas(used, self._peers),
-        )  # fmt: skip
+    def check_alike(self) -> None:
+        """Refuses to go on if ranks have other values of a weight; all must call it.
+
+        Until the first step that is also a weight that another rank will train.
+        """
+        known = self._used if self.clock.steps else self._used | self._constant
+        check_alike(self.variables, self.groups.world, known.difference(self._stale()))
 
     def make_reduction(self) -> GradientReduction:
         """What adds up the gradients of this rank's buckets over the replicas."""

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tarantella_pp.errors import TarantellaError
+from tarantella_pp.errors import ReplicaError, TarantellaError
 from tarantella_pp.models.data_parallel_model import Model
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
@@ -89,6 +89,7 @@ def be_refused_and_train(folder):
     model = Model(mlp(), num_micro_batches=2)
     found["small"] = trained_in_small_batches(model)
     found["differ"] = differ()
+    found["written"] = [written_on_one_rank(n, r) for n in (1, 2) for r in (0, 1)]
     found["coupled"] = coupled(PipelineModel(mlp(), num_stages=1, num_micro_batches=2))
     found["path"] = str(folder)
     model.save(f"{folder}/m.keras")
@@ -174,6 +175,17 @@ def differ():
         return f"{type(error).__name__}: {error}"
 
 
+def written_on_one_rank(num_stages, rank):
+    """What `fit` says of a weight that one rank alone has written, perhaps not its own."""
+    model = PipelineModel(mlp(), num_stages=num_stages)
+    model.compile(adamw(), "mse")
+    if world().rank == rank:
+        model.trainable_variables[0].assign(np.ones(model.trainable_variables[0].shape))
+    with pytest.raises(ReplicaError) as refused:
+        model.fit(X, Y, batch_size=8, verbose=0)
+    return str(refused.value)
+
+
 def squared_total(y_true, y_pred):
     """No sum over samples: it needs all outputs."""
     return keras.ops.mean(y_pred) ** 2
@@ -213,6 +225,7 @@ def test_small_batches_and_what_needs_all_samples(tmp_path):
     assert all(f"on rank {rank}" in first["differ"] for rank in (0, 1))
     assert "bias' is not the same" in first["differ"]
     assert "1 of " in first["differ"]
+    assert all("/kernel' is not the same on all ranks" in said for said in first["written"])
     assert "num_stages=3 on 2 ranks" in first["ranks"]
     rounded, sharded = first["rounded"]
     keras.utils.set_random_seed(1)

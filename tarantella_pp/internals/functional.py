@@ -107,8 +107,9 @@ def _are_same(value: Any, other: Any) -> bool:
 
 def build_late(model: Any, inputs: Any) -> None:
     """Has layers make what they make when they first run, as activations with weights do."""
-    if not all(layer.built for layer in sublayers(model)):
-        compute_output_spec(model, inputs, training=False)  # as `fit` of Keras does
+    for training in (False, True):  # as `fit` of Keras does, and its first step
+        if not all(layer.built for layer in sublayers(model)):
+            compute_output_spec(model, inputs, training=training)
 
 
 def hides_its_graph(model: Any) -> bool:

@@ -652,10 +652,24 @@ def test_functions_that_read_weights_past_what_they_are_given_are_refused_by_nam
         model.train_on_batch(X, Y)
 
 
+class InTraining(layers.Layer):
+    """Has a head that is called in training only."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = layers.Dense(2, kernel_initializer="identity")
+
+    def call(self, x, training=None):
+        if training:
+            self.add_loss(ops.mean(self.head(x) ** 2))
+        return x
+
+
 def bent():
-    """A layer makes weights when it first runs."""
+    """Layers make weights when they first run, or first train."""
     activation = layers.PReLU(alpha_initializer="ones")
-    return between(layers.Dense(5, activation=activation, kernel_initializer="identity"))
+    dense = layers.Dense(5, activation=activation, kernel_initializer="identity")
+    return between(dense, InTraining())
 
 
 def given():

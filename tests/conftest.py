@@ -151,12 +151,7 @@ def _types_are_set_back() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def float64() -> Iterator[None]:
     """Has Keras compute in float64, in which what is promised can be told from rounding."""
-    import keras
+    from tests.helpers.training import in_precision
 
-    from tests.helpers.training import use_float64
-
-    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    use_float64()
-    yield
-    keras.config.set_floatx(floatx)
-    keras.config.set_dtype_policy(policy)
+    with in_precision("float64", "float64"):
+        yield

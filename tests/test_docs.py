@@ -10,11 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    "document",
-    [
-        "README.md",
-        pytest.param("docs/schedules.md", marks=pytest.mark.slow),
-    ],
+    "document", ["README.md", pytest.param("docs/schedules.md", marks=pytest.mark.slow)]
 )
 def test_outputs_are_those_of_today(document: str) -> None:
     """If not: `python docs/outputs.py` writes them anew."""
@@ -28,7 +24,4 @@ def test_all_commands_with_outputs_are_run() -> None:
     shown = {
         str(path.relative_to(ROOT)) for path in documents if "\n$ tarantella " in path.read_text()
     }
-    assert shown == {
-        "README.md",
-        "docs/schedules.md",
-    }
+    assert shown == {"README.md", "docs/schedules.md"}

@@ -55,12 +55,9 @@ for words in ("", "run", "plan make", "checkpoint show"):
     assert not loaded_by(code) & (HEAVY | {"numpy", "rich", "msgspec", "psutil"})
 
 
-def test_a_process_alone_needs_no_mpi():
+def test_a_process_alone_needs_no_mpi_and_is_the_master_rank():
     code = "import tarantella_pp as tnt; tnt.init(); tnt.barrier(); tnt.is_master_rank()"
     assert "mpi4py" not in loaded_by(code)
-
-
-def test_a_process_alone_is_the_master_rank():
     assert (tnt.get_rank(), tnt.get_size(), tnt.get_master_rank()) == (0, 1, 0)
     assert tnt.is_master_rank()
 

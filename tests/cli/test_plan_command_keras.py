@@ -90,8 +90,6 @@ def test_options_reach_the_plan(command, script) -> None:
     assert found == {"batch_size": 48, "num_micro_batches": 6, "num_replicas": 2}
     assert (made["schedule"], made["optimizer"]) == ("gpipe", "RMSprop")
     assert (made["memory_limit"], made["wire_dtype"]) == (1_000_000, "bfloat16")
-    made = make(command, f"{script}:small", "--memory-limit", "1MB,2MB")
-    assert made["memory_limit"] == [1_000_000, 2_000_000]
 
 
 @pytest.mark.parametrize(
@@ -121,12 +119,6 @@ def test_a_schedule_of_ones_own(command, script, tmp_path) -> None:
     assert "schedule='2f2b'" in command.stderr
 
 
-@pytest.mark.parametrize(("given", "stages"), [("none", []), ("all", [0, 1]), ("1,0", [0, 1])])
-def test_recomputation(command, script, tmp_path, given, stages) -> None:
-    made = make(command, f"{script}:small", "--recompute", given, "-o", "plan.json")
-    assert made["recompute"] == stages
-
-
 def test_ranks_are_shared_among_stages_and_replicas(command, script) -> None:
     assert command("plan", "make", f"{script}:small", "--ranks", 4, "--json") == 0
     made = json.loads(command.stdout)
@@ -137,9 +129,19 @@ def test_ranks_are_shared_among_stages_and_replicas(command, script) -> None:
     assert "num_ranks=4" in command.stderr.splitlines()[-1]
 
 
-def test_the_optimizer_of_a_compiled_model_is_counted(command, script) -> None:
-    assert make(command, f"{script}:compiled")["optimizer"] == "SGD"
-    assert make(command, f"{script}:compiled", "--optimizer", "adam")["optimizer"] == "Adam"
+OPTIONS = [
+    ("small", ["--memory-limit", "1MB,2MB"], "memory_limit", [1_000_000, 2_000_000]),
+    ("small", ["--recompute", "none"], "recompute", []),
+    ("small", ["--recompute", "all"], "recompute", [0, 1]),
+    ("small", ["--recompute", "1,0"], "recompute", [0, 1]),
+    ("compiled", [], "optimizer", "SGD"),
+    ("compiled", ["--optimizer", "adam"], "optimizer", "Adam"),
+]
+
+
+@pytest.mark.parametrize(("source", "given", "field", "value"), OPTIONS)
+def test_an_option_is_a_field(command, script, source, given, field, value) -> None:
+    assert make(command, f"{script}:{source}", *given)[field] == value
 
 
 def test_a_keras_file(command, script, tmp_path) -> None:

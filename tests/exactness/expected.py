@@ -36,12 +36,10 @@ NOT_EXACT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
                 "Dice(axis), *, masked*",
                 "*(axis=0), *, masked*",
                 "*(axis=0), *, weighted",
-            ),
-        },
+            )
+        }
     },
-    "metrics": {
-        NOT_IN_KERAS: {"takes no targets": ("Mean", "Sum")},
-    },
+    "metrics": {NOT_IN_KERAS: {"takes no targets": ("Mean", "Sum")}},
     "layers": {
         REFUSED: {
             "strings cannot be sent": ("StringLookup", "TextVectorization"),

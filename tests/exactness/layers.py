@@ -16,6 +16,7 @@ from tests.exactness.classes import arguments_of, classes_in
 from tests.exactness.trials import ROUNDING, Part, Trial, steps, training
 from tests.helpers.draws import more_asked_for
 from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
+from tests.zoo.models import AddsLoss
 
 NOT_TRIED = {
     "AugMix": "draws with Python's `random` when it is traced, which is refused; takes minutes",
@@ -96,18 +97,6 @@ IN_FLOAT32 = ("*Pooling3D", "MelSpectrogram")
 """What TensorFlow has no other kernels for."""
 
 
-class AddsLoss(layers.Layer):
-    """Adds a loss of what passes it."""
-
-    def __init__(self, formula: Callable[[Any], Any]):
-        super().__init__()
-        self.formula = formula
-
-    def call(self, x):
-        self.add_loss(self.formula(x))
-        return x
-
-
 VARIANTS: dict[str, Callable[[], layers.Layer]] = {
     "add_loss of a mean": lambda: AddsLoss(lambda x: ops.mean(ops.square(x))),
     "add_loss of a sum": lambda: AddsLoss(lambda x: 0.1 * ops.sum(ops.square(x))),
@@ -137,10 +126,7 @@ def make(kind: type) -> layers.Layer:
     return layers.RNN(layer) if kind.__name__.endswith(("Cell", "Cells")) else layer
 
 
-FORMS = (
-    lambda layer, x: layer(x[0] if len(x) == 1 else x),
-    lambda layer, x: layer(*x),
-)
+FORMS = (lambda layer, x: layer(x[0] if len(x) == 1 else x), lambda layer, x: layer(*x))
 
 
 class Source(NamedTuple):

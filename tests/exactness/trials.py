@@ -60,36 +60,23 @@ def _listed(values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the things to try.
+    """One of the things to try."""
 
-    Attributes:
-        name: Names it among those of its kind.
-        value: What makes it.
-        family: Parts of a family are tried together, in one model; alone without one.
-    """
-
-    name: str
-    value: Any
-    family: Hashable = None
+    name: str  # among those of its kind
+    value: Any  # what makes it
+    family: Hashable = None  # parts of one are tried together, in one model; others alone
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What is trained both ways.
-
-    Attributes:
-        run: How one micro-batch, and plain Keras, is run.
-        limit: The largest relative difference that is taken for rounding.
-        eagerly: Whether plain Keras makes eager steps at first: tracing takes more time.
-        in_parts: How several micro-batches are run, if otherwise.
-    """
+    """What is trained both ways."""
 
     case: Case
-    run: Callable[[keras.Model, Case], dict[str, Any]] = steps
-    limit: float = ROUNDING
-    eagerly: bool = True
+    run: Callable[[keras.Model, Case], dict[str, Any]] = steps  # one micro-batch, and plain Keras
+    limit: float = ROUNDING  # the largest relative difference that is taken for rounding
+    eagerly: bool = True  # as plain Keras does at first: tracing takes more time
     name: str = ""
-    in_parts: Callable[[keras.Model, Case], dict[str, Any]] | None = None
+    in_parts: Callable[[keras.Model, Case], dict[str, Any]] | None = None  # several micro-batches
 
 
 @dataclass

@@ -158,10 +158,7 @@ def _holder(name: str, folder: pathlib.Path) -> subprocess.Popen[bytes]:
     )
     command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", setup, name, str(folder)]
     holder = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        preexec_fn=_die_with_parent,
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, preexec_fn=_die_with_parent
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"ready\n"

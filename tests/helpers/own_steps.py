@@ -72,42 +72,58 @@ class SumOfLosses(Regression):
         self.tracker.update_state(loss)
 
 
-class Adversaries(keras.Model):
-    """Two optimizers: what is updated first is read by what comes after it."""
+def net(given, hidden, made):
+    inner = layers.Dense(hidden, activation="relu")
+    return keras.Sequential([keras.Input((given,)), inner, layers.Dense(made)])
+
+
+class GAN(keras.Model):
+    """Two nets, an optimizer for each, and a step in which the second reads the first's update."""
 
     def __init__(self):
         super().__init__()
-        self.makes = keras.Sequential([keras.Input((6,)), layers.Dense(5, "tanh"), layers.Dense(3)])
-        self.judges = keras.Sequential(
-            [keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(1)]
-        )
-
-    def compile(self, of_judge, of_maker):
-        super().compile()
-        self.of_judge, self.of_maker = of_judge, of_maker
+        self.generator, self.critic = net(6, 5, 3), net(3, 5, 1)
 
     def call(self, x):
-        return self.makes(x)
+        return self.critic(self.generator(x))
+
+    def compile(self, optimizer, loss=None, **options):
+        super().compile(optimizer, loss, **options)
+        self.of_critic = keras.optimizers.Adam(2e-2)
+        self.trackers = [keras.metrics.Mean(name=name) for name in ("loss", "critic_loss")]
+
+    @property
+    def metrics(self):
+        return self.trackers
+
+    def _critics_loss(self, x, real):
+        judged = ops.concatenate([self(x), self.critic(real)], axis=0)
+        zeros = ops.zeros((ops.shape(x)[0], 1))
+        return self.loss(ops.concatenate([zeros + 1, zeros], axis=0), judged)
+
+    def _makers_loss(self, x):
+        return self.loss(ops.zeros((ops.shape(x)[0], 1)), self(x))
 
     def train_step(self, data):
         x, real = data
-        made = self.makes(x)
-        both = tf.concat([made, real], axis=0)
-        rows = tf.shape(x)[0]
-        labels = tf.concat([tf.ones((rows, 1), "float64"), tf.zeros((rows, 1), "float64")], axis=0)
         with tf.GradientTape() as tape:
-            judged = tf.reduce_mean(tf.square(self.judges(both) - labels))
-        weights = self.judges.trainable_weights
-        self.of_judge.apply_gradients(zip(tape.gradient(judged, weights), weights, strict=True))
+            critics = self._critics_loss(x, real)
+        weights = self.critic.trainable_weights
+        self.of_critic.apply_gradients(zip(tape.gradient(critics, weights), weights, strict=True))
         with tf.GradientTape() as tape:
-            fooled = tf.reduce_mean(tf.square(self.judges(self.makes(x))))
-        weights = self.makes.trainable_weights
-        self.of_maker.apply_gradients(zip(tape.gradient(fooled, weights), weights, strict=True))
-        return {"judged": judged, "fooled": fooled}
+            makers = self._makers_loss(x)
+        weights = self.generator.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(makers, weights), weights, strict=True))
+        return self._told(makers, critics)
 
     def test_step(self, data):
         x, real = data
-        return {"apart": tf.reduce_mean(tf.abs(self(x) - real))}
+        return self._told(self._makers_loss(x), self._critics_loss(x, real))
+
+    def _told(self, *losses):
+        for tracker, loss in zip(self.trackers, losses, strict=True):
+            tracker.update_state(loss)
+        return {tracker.name: tracker.result() for tracker in self.trackers}
 
 
 class Teacher(keras.Model):
@@ -143,14 +159,14 @@ def scaling(optimizer):
     return keras.optimizers.LossScaleOptimizer(optimizer, 1024.0, dynamic_growth_steps=2)
 
 
+def judged():
+    return keras.losses.BinaryCrossentropy(from_logits=True)
+
+
 CASES = {
     "regression": (Regression, lambda: [scaling(keras.optimizers.Adam(0.01, clipnorm=0.1))], X),
     "sum": (SumOfLosses, lambda: [keras.optimizers.SGD(0.01, global_clipnorm=0.5)], X),
-    "adversaries": (
-        Adversaries,
-        lambda: [keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.9)],
-        X,
-    ),
+    "adversaries": (GAN, lambda: [keras.optimizers.SGD(0.1, momentum=0.9), judged()], X),
     "teacher": (Teacher, lambda: [keras.optimizers.Adam(0.01)], IDS),
 }
 

@@ -3,6 +3,7 @@
 Everything is in float64: tests of `tests/face` run in it, other processes call `use_float64()`.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -25,8 +26,23 @@ SAMPLES, BATCH, EPOCHS = 22, 8, 2  # three steps an epoch, the last one with 6 s
 
 
 def use_float64():
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
+    use_types("float64", "float64")
+
+
+def use_types(floatx, policy):
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(policy)
+
+
+@contextlib.contextmanager
+def in_precision(floatx, policy):
+    """Has Keras compute in other types for a while."""
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    use_types(floatx, policy)
+    try:
+        yield
+    finally:
+        use_types(*before)
 
 
 def floats(*shape, seed=0):
@@ -102,11 +118,7 @@ CASES = {
         models.residual_cnn, floats(6, 6, 2), LABELS, classification(sgd), WEIGHTED
     ),
     "batch_norm": Case(
-        models.batch_norm_cnn,
-        floats(6, 6, 2),
-        LABELS,
-        classification(),
-        batch_statistics=True,
+        models.batch_norm_cnn, floats(6, 6, 2), LABELS, classification(), batch_statistics=True
     ),
     "two_in_two_out": Case(
         models.two_in_two_out,

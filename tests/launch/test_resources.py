@@ -21,10 +21,7 @@ def test_shares_are_neighbours_and_disjoint(monkeypatch, tmp_path):
         (folder / "physical_package_id").write_text(f"{core // 2 % 2}\n")
         (folder / "core_id").write_text(f"{core % 2}\n")
     monkeypatch.setattr(resources, "_TOPOLOGY", tmp_path)
-    assert [resources.share(range(8), rank, 2) for rank in (0, 1)] == [
-        {0, 4, 1, 5},
-        {2, 6, 3, 7},
-    ]
+    assert [resources.share(range(8), rank, 2) for rank in (0, 1)] == [{0, 4, 1, 5}, {2, 6, 3, 7}]
     shares = [resources.share(range(8), rank, 3) for rank in range(3)]
     assert [len(share) for share in shares] == [2, 3, 3]
     assert set.union(*shares) == set(range(8))

@@ -145,10 +145,7 @@ def test_faults_that_make_launchers_hang_now_and_then(python):
 
 @pytest.mark.parametrize(
     ("fault", "wait", "cause"),
-    [
-        ("raise", "barrier", "ValueError: a bad apple"),
-        ("thread", "recv", "ZeroDivisionError"),
-    ],
+    [("raise", "barrier", "ValueError: a bad apple"), ("thread", "recv", "ZeroDivisionError")],
 )
 def test_under_plain_mpiexec_the_guard_itself_ends_the_job(python, fault, wait, cause):
     with mpiexec(python, 2, "fault.py", fault, wait, "--guard") as job:

@@ -4,9 +4,7 @@ import warnings
 
 import pytest
 
-from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models import agreed_plan
-from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.zoo import models
 
@@ -18,15 +16,6 @@ OPTIONS = {"num_stages": 2, "num_micro_batches": 2, "batch_size": 4096, "schedul
 def planned(monkeypatch, memory, **options):
     monkeypatch.setattr(agreed_plan, "memory_of_each_rank", lambda *_: memory)
     return PipelineModel(models.causal_attention(), **OPTIONS, **options).plan
-
-
-def test_options_beside_a_plan_are_refused():
-    model = models.causal_attention()
-    plan = make_plan(model, **OPTIONS)
-    assert PipelineModel(model, plan=plan).plan == plan
-    for option in ({"wire_dtype": "bfloat16"}, {"num_stages": 2}):
-        with pytest.raises(ConfigurationError, match=f"plan together with {next(iter(option))}"):
-            PipelineModel(model, plan=plan, **option)
 
 
 def needed(plan):

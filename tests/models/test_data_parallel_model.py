@@ -10,18 +10,9 @@ from tarantella_pp.errors import ConfigurationError, TarantellaError
 from tarantella_pp.models.data_parallel_model import Model, Sequential
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.runtime.comm.communicator import world
+from tests.helpers import training
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import (
-    CASES,
-    X,
-    Y,
-    adamw,
-    distance,
-    fitted,
-    refused,
-    serial,
-    use_float64,
-)
+from tests.helpers.training import CASES, X, Y, adamw, distance, fitted, refused, serial
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
@@ -109,12 +100,9 @@ def numbers_of(model):
 
 
 def train_subclassed(folder):
-    use_float64()
+    training.use_float64()
     model = residual(lambda model: with_inputs(model, num_micro_batches=2))
-    found = {
-        "plain": numbers_of(model),
-        "shape": [model.plan.num_stages, model.plan.num_replicas],
-    }
+    found = {"plain": numbers_of(model), "shape": [model.plan.num_stages, model.plan.num_replicas]}
     called, predicted = model({"a": X}), model.predict({"a": X}, verbose=0)
     found["called"] = [np.asarray(p["p"]).tolist() for p in (called, predicted)]
     found["refused"] = refused(lambda: model({"a": X}, training=True))
@@ -165,30 +153,19 @@ def test_what_is_refused_says_why(wrap, message):
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("method", "option", "message"),
     [
-        (
-            lambda _: Model(mlp(), num_pipeline_stages=2),
-            "Model has no option 'num_pipeline_stages'.*num_mi",
-        ),
-        (
-            lambda model: model.fit(X, tnt_micro_batch_size=8),
-            r"Model.fit\(\) .*'tnt_micro_.*whole batch",
-        ),
-        (
-            lambda model: model.evaluate(X, tnt_distribute_dataset=False),
-            r"Model.evaluate\(\) .*Input",
-        ),
-        (lambda model: model.predict(X, batchsize=8), r"Model.predict\(\) .*'batchsize'"),
-        (
-            lambda model: model.save("m.keras", tnt_save_all_devices=True),
-            r"Model.save\(\) .*One file",
-        ),
+        ("fit", "tnt_micro_batch_size", "whole batch"),
+        ("evaluate", "tnt_distribute_dataset", "Input"),
+        ("predict", "batchsize", "'batchsize'"),
+        ("save", "tnt_save_all_devices", "One file"),
     ],
 )
-def test_options_that_there_are_not(call, message):
-    with pytest.raises(TypeError, match=message):
-        call(Model(mlp()))
+def test_options_that_there_are_not(method, option, message):
+    with pytest.raises(TypeError, match=rf"Model.{method}\(\) .*{message}"):
+        getattr(Model(mlp()), method)("m.keras" if method == "save" else X, **{option: 8})
+    with pytest.raises(TypeError, match=r"Model has no option 'num_pipeline_stages'.*num_mi"):
+        Model(mlp(), num_pipeline_stages=2)
 
 
 def test_layers_that_are_not_built_are_called_with_inputs():
@@ -197,12 +174,9 @@ def test_layers_that_are_not_built_are_called_with_inputs():
     assert isinstance(model.get_config()["layers"], list)
 
 
-def test_compiled_models_stay_compiled():
+def test_compiled_models_stay_compiled_and_a_plan_of_several_stages_is_refused():
     plain = residual(lambda model: model)
     assert with_inputs(plain).optimizer is plain.optimizer
-
-
-def test_a_plan_of_several_stages_is_refused():
     assert Model(mlp(), plan=make_plan(mlp(), 1)).plan.num_stages == 1
     with pytest.raises(ConfigurationError, match="a plan of 2 stages"):
         Model(mlp(), plan=make_plan(mlp(), 2))

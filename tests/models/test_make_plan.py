@@ -41,8 +41,7 @@ def largest(plan):
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "batch_size"),
-    [(2, 64), (4, 96), pytest.param(3, 1024, marks=pytest.mark.slow)],
+    ("num_stages", "batch_size"), [(2, 64), (4, 96), pytest.param(3, 1024, marks=pytest.mark.slow)]
 )
 def test_the_fastest_number_of_micro_batches_is_chosen(num_stages, batch_size):
     model, given = tower(8), {"batch_size": batch_size, "machine": SLOW}

@@ -108,14 +108,6 @@ def test_losses_that_couple_samples_are_exact_and_say_what_that_costs():
     assert distance(*(trained(model, PARTS, None) for model in (plain, pipeline))) < 1e-10
 
 
-def test_losses_that_couple_samples_refuse_a_fixed_1f1b_at_compile(models):
-    _, pipeline, _ = models
-    pipeline.compile(optimizer := sgd(), "mse")
-    with pytest.raises(ConfigurationError, match=r"schedule='1f1b'.*loss 'own_loss'"):
-        pipeline.compile(sgd(), own_loss)
-    assert pipeline.optimizer is optimizer
-
-
 def test_one_micro_batch_takes_any_loss_with_any_schedule():
     model = PipelineModel(segmentation(), 2, num_micro_batches=1, schedule="1f1b")
     model.compile(sgd(), own_loss)

@@ -10,6 +10,7 @@ from keras import layers, ops
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import distance, sgd, use_float64
+from tests.zoo.models import AddsLoss
 
 pytestmark = pytest.mark.keras
 
@@ -25,17 +26,9 @@ class Fails(layers.Layer):
         return x
 
 
-class Adds(layers.Layer):
-    """Adds a loss that is neither a sum nor a mean over samples."""
-
-    def call(self, x):
-        self.add_loss(ops.max(x))
-        return x
-
-
 ODD = {
     "mixes early": lambda: layers.Lambda(lambda x: x - ops.mean(x, axis=0)),
-    "adds late": Adds,
+    "adds late": lambda: AddsLoss(ops.max),  # neither a sum nor a mean over samples
     "fails late": Fails,
 }
 

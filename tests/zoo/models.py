@@ -127,6 +127,18 @@ def masked_output():
     return keras.Model(ids, layers.Dense(3, activation="softmax")(x))
 
 
+class AddsLoss(layers.Layer):
+    """Adds a loss of what passes it."""
+
+    def __init__(self, formula):
+        super().__init__()
+        self.formula = formula
+
+    def call(self, x):
+        self.add_loss(self.formula(x))
+        return x
+
+
 def regularized():
     x = inputs = keras.Input((6,))
     shared = layers.Dense(6, activation="tanh", activity_regularizer=keras.regularizers.L2(0.1))
@@ -226,6 +238,17 @@ class Table(layers.Layer):
 
     def call(self, x):
         return 1.0 * self.table, 2.0 * self.scale
+
+
+@keras.saving.register_keras_serializable("tests")
+class FromArray(layers.Layer):
+    """Has a weight that cannot be made without its value."""
+
+    def build(self, shape):
+        self.held = keras.Variable(np.full(shape[-1], 0.5))
+
+    def call(self, x):
+        return x * self.held
 
 
 def merged_windows():

@@ -12,6 +12,7 @@ from tarantella_pp.callbacks import checkpoint_folder
 from tarantella_pp.callbacks.checkpoint_folder import checksum_of
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
+from tests.face.files.test_checkpoints import At
 from tests.helpers.files import contents, full_disk
 from tests.helpers.training import compiled_once, floats
 
@@ -152,24 +153,12 @@ def test_a_folder_that_is_none_is_refused_before_training(tmp_path):
     assert int(trained.optimizer.iterations) == 0
 
 
-class During(keras.callbacks.Callback):
-    """Does something once, in the middle of a training."""
-
-    def __init__(self, step, work):
-        super().__init__()
-        self.step, self.work = step, work
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if int(self.model.optimizer.iterations) == self.step:
-            self.work()
-
-
 def test_another_job_in_the_directory_is_noticed(run):
     directory, expected = run
     for name in (f"{checkpoint_folder.DRAFT}step-00000008.0000", "step-00000009"):
         other = directory / name
         with pytest.raises(FileError, match=rf"00000008'.* another job writes .* it has '{name}'"):
-            fit(directory, callbacks=[During(7, other.mkdir)])
+            fit(directory, callbacks=[At(8, lambda _, other=other: other.mkdir())])
         assert other.is_dir()  # for that job has done nothing wrong
         shutil.rmtree(directory / "step-00000007")
     other.rmdir()
@@ -183,8 +172,8 @@ def test_damaged_checkpoints_are_not_kept_in_place_of_good_ones(run):
     for step in (5, 6):
         flipped(directory / f"step-{step:08d}" / "rank-00000.safetensors")
     left = []
-    during = During(5, lambda: left.extend(os.listdir(directory)))
-    assert fit(directory, keep=1, callbacks=[during]) == expected
+    look = At(6, lambda _: left.extend(os.listdir(directory)))
+    assert fit(directory, keep=1, callbacks=[look]) == expected
     assert left == ["step-00000005"]
 
 

@@ -2,7 +2,6 @@
 stopped. In one process; `test_checkpoints.py` has several ranks."""
 
 import functools
-import math
 import os
 import random
 import signal
@@ -15,7 +14,7 @@ from keras import layers
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError
-from tests.face.files.test_checkpoints import At, stop
+from tests.face.files.test_checkpoints import At, Seen, stop
 from tests.helpers.training import compiled_once, floats
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
@@ -40,19 +39,12 @@ def model(ema=False):
     return compiled(keras.optimizers.SGD(0.05, momentum=0.9, use_ema=ema, ema_momentum=0.8))
 
 
-def run(
-    directory,
-    *callbacks,
-    data=lambda: {"x": X, "y": Y, "batch_size": 5},
-    every="epoch",
-    ema=False,
-    **options,
-):
+def run(directory, *callbacks, data=None, every="epoch", ema=False, **options):
     """History and weights of a run; without a directory, of one that is not stopped."""
     trained = model(ema=ema)
     own = [] if directory is None else [tnt.callbacks.Checkpoint(directory, every)]
     options = {"epochs": 4, "verbose": 0, **options}
-    told = trained.fit(**data(), callbacks=[*own, *callbacks], **options)
+    told = trained.fit(**(data or DATA["arrays"])(), callbacks=[*own, *callbacks], **options)
     return told.history, told.epoch, [w.tolist() for w in trained.get_weights()]
 
 
@@ -242,46 +234,24 @@ def test_an_epoch_that_ends_short_is_not_gone_on_with(tmp_path, caplog):
     assert "nothing is trained: checkpoint" in caplog.text
 
 
-class Counting(keras.callbacks.Callback):
-    """Lowers the learning rate by what it remembers, and says what a checkpoint must keep."""
-
-    def on_train_begin(self, logs=None):
-        self.epochs, self.best, self.last = 0, math.inf, []
-        self.best_weights = {"none": "of Keras"}
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epochs += 1
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.last = [*self.last[-2:], logs["loss"]]
-        self.best = min(self.best, logs["loss"])
-        self.model.optimizer.learning_rate = 0.1 * float(np.mean(self.last))
-
-    def state_dict(self):
-        return {"epochs": self.epochs, "best": self.best, "last": np.array(self.last)}
-
-    def load_state_dict(self, state):
-        self.epochs, self.best, self.last = state["epochs"], state["best"], state["last"]
-
-
 @pytest.mark.slow
 def test_callbacks_with_a_state_go_on(tmp_path, caplog):
     """In the middle of an epoch and at its end; one that is gone is named."""
-    alone = Counting()
+    alone = Seen()
     expected = run(None, alone)
     for step in (2, 5, 8):
-        run(tmp_path, Counting(), At(step, stop))
-    assert run(tmp_path, again := Counting()) == expected
+        run(tmp_path, Seen(), At(step, stop))
+    assert run(tmp_path, again := Seen()) == expected
     assert repr(again.state_dict()) == repr(alone.state_dict())
     run(tmp_path, epochs=5)
-    assert "no Counting is among the callbacks" in caplog.text
+    assert "no Seen is among the callbacks" in caplog.text
 
 
 def test_a_state_that_json_cannot_keep_is_refused(tmp_path):
-    counting = Counting()
-    counting.state_dict = lambda: {"draw": random.Random(1)}
-    with pytest.raises(ConfigurationError, match=r"Counting\.state_dict\(\) must return numbers"):
-        run(tmp_path, counting)
+    seen = Seen()
+    seen.state_dict = lambda: {"draw": random.Random(1)}
+    with pytest.raises(ConfigurationError, match=r"Seen\.state_dict\(\) must return numbers"):
+        run(tmp_path, seen)
 
 
 def test_reached_epochs_train_nothing_and_more_go_on(tmp_path, caplog):

@@ -1,5 +1,6 @@
 """A run that dies goes on where its newest checkpoint was written, as if it had not died."""
 
+import math
 import os
 import signal
 import sys
@@ -64,24 +65,27 @@ def kill(callback):
 
 
 class Seen(keras.callbacks.Callback):
-    """Remembers what it is told, and which rank it is on."""
+    """Remembers what it is told, and which rank it is on; sets the learning rate by it."""
 
     def __init__(self):
         super().__init__()
-        self.losses, self.epochs = [], 0
+        self.losses, self.epochs, self.best = np.zeros(0), 0, math.inf
+        self.best_weights = {"none": "of Keras"}
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epochs += 1
 
     def on_train_batch_end(self, batch, logs=None):
-        self.losses.append(logs["loss"])
-        self.rank = tnt.get_rank()
+        self.losses, self.rank = np.append(self.losses, logs["loss"]), tnt.get_rank()
+        self.best = min(self.best, logs["loss"])
+        if isinstance(self.model.optimizer, keras.optimizers.SGD):
+            self.model.optimizer.learning_rate = 0.1 * float(np.mean(self.losses[-3:]))
 
     def state_dict(self):
-        return {"losses": self.losses, "epochs": self.epochs}
+        return {"losses": self.losses, "epochs": self.epochs, "best": self.best}
 
     def load_state_dict(self, state):
-        self.losses, self.epochs = list(state["losses"]), state["epochs"]
+        self.losses, self.epochs, self.best = state["losses"], state["epochs"], state["best"]
 
 
 def trained(directory, *callbacks, every=3, model=None, data=(X, Y), **options):
@@ -92,7 +96,7 @@ def trained(directory, *callbacks, every=3, model=None, data=(X, Y), **options):
     seen = Seen()
     told = model.fit(*data, callbacks=[*own, seen, *callbacks], **{**FIT, **options})
     weights = [w.tolist() for w in model.get_weights()]
-    return [told.history, told.epoch, weights, [seen.losses, seen.epochs]]
+    return [told.history, told.epoch, weights, [seen.losses.tolist(), seen.epochs]]
 
 
 def killed(directory):

@@ -15,7 +15,7 @@ from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers.files import error_of, held_bytes
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import IDS, X, Y, distance, integers, use_float64
-from tests.zoo.models import dropout, tied_head
+from tests.zoo.models import FromArray, dropout, tied_head
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -130,21 +130,13 @@ def test_no_rank_has_more_than_its_share(tmp_path):
     assert plain.optimizer.iterations == 8
 
 
-class Holder(layers.Layer):
-    """Has a weight that begins with an array, and a meter."""
-
-    def build(self, shape):
-        self.held = keras.Variable(np.full(shape[-1], 2.0))
-
-    def call(self, x):
-        return x * self.held
-
-
 def tuned(path):
     """Builds a model that is loaded, compiled and tuned before it is wrapped."""
 
     def build():
-        model = keras.Sequential([keras.Input((6,)), layers.Dense(40), Holder(), layers.Dense(3)])
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(40), FromArray(), layers.Dense(3)]
+        )
         if path is not None:
             model.load_weights(path)
         model.layers[0].enable_lora(2)

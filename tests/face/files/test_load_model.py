@@ -17,7 +17,7 @@ from tests.helpers import training
 from tests.helpers.files import error_of, held_bytes
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import ROUNDING, distance, use_float64
-from tests.zoo.models import mlp, nested, sequential, tied_head
+from tests.zoo.models import FromArray, mlp, nested, sequential, tied_head
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -65,17 +65,6 @@ class Unregistered(layers.Layer):
 
     def call(self, x):
         return x + self.amount
-
-
-@keras.saving.register_keras_serializable("tests")
-class FromArray(layers.Layer):
-    """Has a weight that cannot be made without its value."""
-
-    def build(self, shape):
-        self.held = keras.Variable(np.full(shape[-1], 0.5))
-
-    def call(self, x):
-        return x * self.held
 
 
 @keras.saving.register_keras_serializable("tests")

@@ -13,19 +13,11 @@ from keras import layers
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
+from tests.helpers import training
 from tests.helpers.draws import more_asked_for
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import (
-    IDS,
-    ROUNDING,
-    X,
-    Y,
-    distance,
-    integers,
-    squared_of_largest,
-    use_float64,
-)
+from tests.helpers.training import IDS, ROUNDING, X, Y, distance, integers, use_float64
 from tests.zoo.models import mlp, tied_head
 
 pytestmark = pytest.mark.keras
@@ -225,6 +217,6 @@ def test_a_wrapped_model_is_compiled_as_it_was():
 
 def test_what_a_pipeline_cannot_be_compiled_with_is_refused_when_it_is_wrapped():
     plain = mlp()
-    plain.compile("sgd", squared_of_largest)
+    plain.compile("sgd", training.squared_of_largest)
     with pytest.raises(ConfigurationError, match="squared_of_largest"):
         PipelineModel(plain, num_stages=2, num_micro_batches=2, schedule="1f1b")

@@ -50,48 +50,12 @@ def make_calls_that_differ(folder):
     before = [w.tolist() for w in model.get_weights()]
     zeros = [w * 0.0 for w in model.get_weights()]
 
-    def save_on_master():
-        if master:
-            model.save(f"{folder}/model.keras")
-        else:
-            model.evaluate(X, Y, verbose=0)
-
-    def reset_on_master():
-        if master:
-            model.reset_metrics()
-        else:
-            model.evaluate(X, Y, verbose=0)
-
-    def set_on_master():
-        if master:
-            model.set_weights(zeros)
-        else:
-            model.evaluate(X, Y, verbose=0)
-
-    def set_other_values():
-        model.set_weights([w + float(master) for w in zeros])
-
-    def set_other_rate():
-        model.compile(keras.optimizers.SGD(0.1 if master else 0.2), "mse")
+    def on_master(call, elsewhere=lambda: model.evaluate(X, Y, verbose=0)):
+        return call if master else elsewhere
 
     def have_callbacks_of_ones_own():
         callbacks = [keras.callbacks.EarlyStopping("loss")] if master else []
         model.fit(X, Y, callbacks=callbacks, **QUIET)
-
-    def train_and_test_on_batch():
-        (model.train_on_batch if master else model.test_on_batch)(X, Y)
-
-    def make_another_model():
-        tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=3 if master else 2)
-
-    def load_other_weights():
-        model.load_weights(f"{own}/w.weights.h5")
-
-    def load_what_one_rank_has():
-        model.load_weights(f"{own}/{'w' if master else 'missing'}.weights.h5")
-
-    def load_other_shards():
-        model.load_weights(f"{own}/w.weights.json")
 
     def compile_with_other_slots():
         plain = mlp()
@@ -99,17 +63,21 @@ def make_calls_that_differ(folder):
         plain.fit(X + tnt.get_rank(), Y, **QUIET)
         tnt.PipelineModel(plain, num_stages=2, num_micro_batches=2)
 
-    def wait():
-        if master:
-            tnt.barrier()
-        else:
-            model.get_weights()
-
-    calls = (
-        save_on_master, reset_on_master, set_on_master, set_other_values, set_other_rate,
-        have_callbacks_of_ones_own, train_and_test_on_batch, make_another_model, wait,
-        load_other_weights, load_what_one_rank_has, load_other_shards, compile_with_other_slots,
-    )  # fmt: skip
+    calls = [
+        on_master(lambda: model.save(f"{folder}/model.keras")),
+        on_master(lambda: model.reset_metrics()),
+        on_master(lambda: model.set_weights(zeros)),
+        lambda: model.set_weights([w + float(master) for w in zeros]),
+        lambda: model.compile(keras.optimizers.SGD(0.1 if master else 0.2), "mse"),
+        have_callbacks_of_ones_own,
+        lambda: (model.train_on_batch if master else model.test_on_batch)(X, Y),
+        lambda: tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=3 if master else 2),
+        on_master(lambda: tnt.barrier(), lambda: model.get_weights()),
+        lambda: model.load_weights(f"{own}/w.weights.h5"),
+        lambda: model.load_weights(f"{own}/{'w' if master else 'missing'}.weights.h5"),
+        lambda: model.load_weights(f"{own}/w.weights.json"),
+        compile_with_other_slots,
+    ]
     own = Path(folder) / str(tnt.get_rank())
     own.mkdir()
     plain = mlp()

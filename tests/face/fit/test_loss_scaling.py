@@ -6,20 +6,9 @@ import keras
 import pytest
 from keras import layers, ops
 
+from tests.helpers import training
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import (
-    ROUNDING,
-    Case,
-    X,
-    Y,
-    data_of_rank,
-    distance,
-    evenly,
-    fitted,
-    make,
-    regression,
-    use_float64,
-)
+from tests.helpers.training import Case, X, Y, distance, fitted, in_precision, make, regression
 from tests.zoo.models import mlp
 
 pytestmark = pytest.mark.keras
@@ -88,7 +77,7 @@ def expected(name):
 
 def check(name, outcome, counted):
     in_keras, told = expected(name)
-    assert distance(in_keras, outcome) < ROUNDING, name
+    assert distance(in_keras, outcome) < training.ROUNDING, name
     assert counted == told, name
     assert told[0] == UPDATES.get(name, 4), name  # of six steps, two are skipped
 
@@ -108,11 +97,11 @@ TRIALS = {
 
 def train(trials):
     """Trains on this rank."""
-    use_float64()
+    training.use_float64()
     found = []
     for name, shape in trials:
         model = make(case_of(name), num_micro_batches=2, **shape)
-        found.append([fitted(model, data_of_rank(case_of(name))), books(model)])
+        found.append([fitted(model, training.data_of_rank(case_of(name))), books(model)])
     return found
 
 
@@ -128,38 +117,27 @@ def test_all_ranks_make_the_same_steps(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("micro_batches", "limit"), [(1, 1e-6), (2, 1e-2)])
-def test_float16_as_in_keras(micro_batches, limit):
+def test_float16_as_in_keras():
     """`compile` scales the loss by itself; with one micro-batch a perceptron is that of Keras."""
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("mixed_float16")
     data = X.astype("float32"), Y.astype("float32")
-    case = evenly(Case(mlp, *data, regression(optimizer=lambda: SGD(0.05, momentum=0.9))))
-    try:
+    case = training.evenly(Case(mlp, *data, regression(optimizer=lambda: SGD(0.05, momentum=0.9))))
+    with in_precision("float32", "mixed_float16"):
         keras.utils.set_random_seed(1)
         plain = mlp()
         plain.compile(**case.compiled())
         outcome = fitted(plain, case)
-        model = make(case, num_stages=2, num_micro_batches=micro_batches)
-        assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-        found = fitted(model, case)
-        assert distance(outcome, found) < limit
-        assert books(model) == books(plain)
-        assert {v.dtype for v in model.trainable_variables} == {"float32"}
-        assert model.predict(data[0], verbose=0).dtype == "float16"
-    finally:
-        keras.config.set_floatx(before[0])
-        keras.config.set_dtype_policy(before[1])
+        for micro_batches, limit in ((1, 1e-6), (2, 1e-2)):
+            model = make(case, num_stages=2, num_micro_batches=micro_batches)
+            assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+            assert distance(outcome, fitted(model, case)) < limit
+            assert books(model) == books(plain)
+            assert {v.dtype for v in model.trainable_variables} == {"float32"}
+            assert model.predict(data[0], verbose=0).dtype == "float16"
 
 
 def test_the_policy_is_that_of_the_wrapped_model():
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
+    with in_precision("float64", "mixed_float16"):
         plain = mlp()
-    finally:
-        keras.config.set_dtype_policy(before)
     model = make(Case(lambda: plain, X, Y, regression()), num_stages=1)
     assert model.dtype_policy.name == "mixed_float16"
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)

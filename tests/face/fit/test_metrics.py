@@ -11,19 +11,9 @@ from keras import layers, ops
 from tarantella_pp.errors import StaleWeightError, UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.batch_step import BatchStep
+from tests.helpers import training
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import (
-    BATCH,
-    LABELS,
-    ROUNDING,
-    WEIGHTED,
-    Case,
-    X,
-    adamw,
-    distance,
-    make,
-    use_float64,
-)
+from tests.helpers.training import BATCH, LABELS, ROUNDING, WEIGHTED, Case, X, adamw, distance, make
 from tests.zoo.models import mlp
 
 pytestmark = pytest.mark.keras
@@ -216,10 +206,7 @@ def test_a_layer_that_computes_with_its_metric_is_refused_by_name():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "see",
-    [
-        lambda x: ops.square(ops.sum(x)) + ops.zeros_like(x[:, 0]),
-        lambda x: ops.max(x, axis=0),
-    ],
+    [lambda x: ops.square(ops.sum(x)) + ops.zeros_like(x[:, 0]), lambda x: ops.max(x, axis=0)],
 )
 def test_a_metric_in_a_layer_that_micro_batches_would_change_is_refused_by_name(see):
     def build():
@@ -236,13 +223,6 @@ def test_a_metric_in_a_layer_that_micro_batches_would_change_is_refused_by_name(
         for each in (make(one), make(one, num_stages=2, num_micro_batches=1))
     ]
     assert distance(*logs) < ROUNDING
-
-
-class Cut(keras.callbacks.Callback):
-    """Ends training in the middle of an epoch."""
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.model.stop_training = batch == 1
 
 
 class Reads(keras.callbacks.Callback):
@@ -263,13 +243,6 @@ class Reads(keras.callbacks.Callback):
             self.found.append([float(self.model.metrics[0].result()), logs["loss"]])
         except StaleWeightError as error:
             self.found.append(str(error))
-
-
-class Resets(keras.callbacks.Callback):
-    """Makes the metrics begin anew after each batch."""
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.model.reset_metrics()
 
 
 class Sees(keras.callbacks.Callback):
@@ -303,13 +276,17 @@ def see(**options):
 def use_stages():
     """Metrics of both kinds in a pipeline, in trainings that end early or begin anew, too."""
     found, reads, options = {}, Reads(), {"batch_size": BATCH, "verbose": 0}
+
+    def fitted(model, after):
+        on_end = keras.callbacks.LambdaCallback(on_train_batch_end=lambda n, logs: after(model, n))
+        return model.fit(X, ONE_HOT, callbacks=[on_end], **options).history
+
     for name, one in CASES.items():
         model = make(one, num_stages=2, num_micro_batches=3)
         found[name] = used(model)
-        model.fit(X, ONE_HOT, callbacks=[Cut()], **options)
+        fitted(model, lambda model, n: setattr(model, "stop_training", n == 1))
         found[f"cut {name}"] = [_plain(metric.result()) for metric in model.metrics]
-        told = model.fit(X, ONE_HOT, callbacks=[Resets()], **options).history
-        found[f"reset {name}"] = _plain(told)
+        found[f"reset {name}"] = _plain(fitted(model, lambda model, _: model.reset_metrics()))
     model.fit(X, ONE_HOT, callbacks=[reads], **options)
     return found, reads.found, see(num_stages=2, num_micro_batches=3)
 
@@ -346,7 +323,7 @@ def use_replicas():
 
 
 def use_both():
-    use_float64()
+    training.use_float64()
     return use_stages(), use_replicas()
 
 

@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tarantella_pp.errors import (
-    ConfigurationError,
-    LaunchError,
-    PlanError,
-    ScheduleError,
-    UnsupportedModelError,
-)
+from tarantella_pp.errors import ConfigurationError, PlanError, ScheduleError, UnsupportedModelError
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.helpers.mpi import mpi_run
@@ -90,18 +84,10 @@ def test_models(build, message):
         PipelineModel(build(), num_stages=1)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "train_step",
-        "test_step",
-        "predict_step",
-        "compute_loss",
-        "compute_metrics",
-        "metrics",
-        "call",
-    ],
-)
+STEPS = "train_step test_step predict_step compute_loss compute_metrics metrics call"
+
+
+@pytest.mark.parametrize("name", STEPS.split())
 def test_subclasses_with_steps_of_their_own(name):
     kind = type("Own", (PipelineModel,), {name: lambda self, *args, **kwargs: {"loss": 0.0}})
     with pytest.raises(UnsupportedModelError, match=f"Class Own overrides {name}"):
@@ -114,50 +100,30 @@ def test_another_backend(monkeypatch):
         PipelineModel(mlp(), num_stages=1)
 
 
-def test_several_processes_without_mpi(monkeypatch):
-    for name, value in (("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_RANK", "0")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("tarantella_pp.runtime.comm.communicator._world", None)
-    monkeypatch.setitem(__import__("sys").modules, "mpi4py", None)
-    with pytest.raises(LaunchError, match="mpi4py"):
-        PipelineModel(mlp(), num_stages=2)
-
-
 @pytest.fixture(scope="module")
 def model():
     return PipelineModel(mlp(), num_stages=2, num_micro_batches=2)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        lambda: {"optimizer": "adam", "loss": squared_of_largest},
-        lambda: ["adam", squared_of_largest],
-    ],
-)
-def test_a_compilation_that_is_refused_changes_nothing(arguments):
+def test_a_compilation_that_is_refused_changes_nothing():
     model = PipelineModel(mlp(), num_stages=2, num_micro_batches=2, schedule="1f1b")
     model.compile("sgd", "mse")
     before = model.optimizer
-    given = arguments()
-    named = given if isinstance(given, dict) else {}
-    with pytest.raises(ConfigurationError, match="squared_of_largest"):
-        model.compile(*([] if named else given), **named)
+    for given, named in (((squared_of_largest,), {}), ((), {"loss": squared_of_largest})):
+        with pytest.raises(ConfigurationError, match=r"schedule='1f1b'.*loss 'squared_of"):
+            model.compile("adam", *given, **named)
     assert model.optimizer is before
     assert model.loss == "mse"
 
 
-def test_arguments_that_keras_does_not_have(model):
+def test_training_before_compile_and_arguments_that_keras_does_not_have():
+    model = PipelineModel(mlp(), num_stages=2)
+    with pytest.raises(ValueError, match="compile"):
+        model.fit(np.ones((4, 6)), np.ones((4, 3)), verbose=0)
     with pytest.raises(TypeError, match="optimiser"):
         model.compile(optimiser="sgd")
     with pytest.raises(TypeError, match="'num_stage'"):
         PipelineModel(mlp(), num_stage=2)
-
-
-def test_training_before_compile():
-    model = PipelineModel(mlp(), num_stages=2)
-    with pytest.raises(ValueError, match="compile"):
-        model.fit(np.ones((4, 6)), np.ones((4, 3)), verbose=0)
 
 
 def test_plans_of_other_models(tmp_path):
@@ -173,9 +139,10 @@ def test_plans_of_other_models(tmp_path):
 
 def test_a_plan_decides_alone():
     plan = make_plan(mlp(), 2, num_micro_batches=3, schedule="gpipe")
-    for option in ({"num_stages": 2}, {"num_micro_batches": 4}, {"schedule": "1f1b"}):
-        with pytest.raises(ConfigurationError, match=next(iter(option))):
-            PipelineModel(mlp(), plan=plan, **option)
+    options = {"num_stages": 2, "num_micro_batches": 4, "schedule": "1f1b"}
+    for name, value in {**options, "wire_dtype": "bfloat16"}.items():
+        with pytest.raises(ConfigurationError, match=f"plan together with {name}"):
+            PipelineModel(mlp(), plan=plan, **{name: value})
     model = PipelineModel(mlp(), plan=plan)
     assert model.plan.schedule == "gpipe"
     assert model.plan.num_micro_batches == 3

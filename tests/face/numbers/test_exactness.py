@@ -3,17 +3,8 @@
 import pytest
 
 from tarantella_pp.schedule import TRAINING_NAMES, ScheduleSpec
-from tests.helpers.training import (
-    BITS,
-    CASES,
-    ROUNDING,
-    begin_again,
-    distance,
-    make,
-    piped,
-    serial,
-    trained,
-)
+from tests.helpers import training
+from tests.helpers.training import BITS, CASES, ROUNDING, distance, make, piped, serial, trained
 
 pytestmark = pytest.mark.keras
 
@@ -41,5 +32,5 @@ def test_every_schedule_gives_them():
     for schedule in TRAINING_NAMES:
         # The compiled stages know nothing of the schedule, and are not compiled again for it.
         model._engine.schedules.spec = ScheduleSpec(schedule, stages, 1)
-        found = trained(begin_again(model, start), name)
+        found = trained(training.begin_again(model, start), name)
         assert distance(serial(name), found) < ROUNDING, schedule

@@ -16,6 +16,7 @@ from keras import layers, ops
 from tarantella_pp.models.data_parallel_model import Model
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.helpers.mpi import mpi_run
+from tests.helpers.own_steps import GAN, judged, net
 from tests.helpers.training import ROUNDING, distance, floats, integers, use_float64
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
@@ -41,11 +42,6 @@ def of(*shape: int, seed: int = 0) -> Any:
 
 def ids(*shape: int, seed: int = 0) -> Any:
     return integers(WORDS, *shape, seed=seed)[:ROWS]
-
-
-def net(given: int, hidden: int, made: int) -> keras.Model:
-    inner = layers.Dense(hidden, activation="relu")
-    return keras.Sequential([keras.Input((given,)), inner, layers.Dense(made)])
 
 
 class TokenAndPosition(layers.Layer):
@@ -302,61 +298,8 @@ class Distiller(keras.Model):
         return 0.3 * own + 0.7 * 9.0 * ops.mean(taught)
 
 
-class GAN(keras.Model):
-    """Two nets, an optimizer for each, and a step in which the second reads the first's update."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.critic = net(6, 5, 4), net(4, 5, 1)
-
-    def call(self, x: Any) -> Any:
-        return self.critic(self.generator(x))
-
-    def compile(self, optimizer: Any, loss: Any = None, **options: Any) -> None:
-        super().compile(optimizer, loss, **options)
-        self.of_critic = keras.optimizers.Adam(2e-2)
-        self.trackers = [keras.metrics.Mean(name=name) for name in ("loss", "critic_loss")]
-
-    @property
-    def metrics(self) -> list[Any]:
-        return self.trackers
-
-    def _critics_loss(self, x: Any, real: Any) -> Any:
-        judged = ops.concatenate([self(x), self.critic(real)], axis=0)
-        zeros = ops.zeros((ops.shape(x)[0], 1))
-        return self.loss(ops.concatenate([zeros + 1, zeros], axis=0), judged)
-
-    def _makers_loss(self, x: Any) -> Any:
-        return self.loss(ops.zeros((ops.shape(x)[0], 1)), self(x))
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        x, real = data
-        with tf.GradientTape() as tape:
-            critics = self._critics_loss(x, real)
-        weights = self.critic.trainable_weights
-        self.of_critic.apply_gradients(zip(tape.gradient(critics, weights), weights, strict=True))
-        with tf.GradientTape() as tape:
-            makers = self._makers_loss(x)
-        weights = self.generator.trainable_weights
-        self.optimizer.apply_gradients(zip(tape.gradient(makers, weights), weights, strict=True))
-        return self._told(makers, critics)
-
-    def test_step(self, data: Any) -> dict[str, Any]:
-        x, real = data
-        return self._told(self._makers_loss(x), self._critics_loss(x, real))
-
-    def _told(self, *losses: Any) -> dict[str, Any]:
-        for tracker, loss in zip(self.trackers, losses, strict=True):
-            tracker.update_state(loss)
-        return {tracker.name: tracker.result() for tracker in self.trackers}
-
-
 def from_logits() -> Any:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def judged() -> Any:
-    return keras.losses.BinaryCrossentropy(from_logits=True)
 
 
 def one_hot(*shape: int) -> Any:
@@ -381,7 +324,7 @@ PATTERNS = {
     "perceiver": Pattern(perceiver, of(7, 4), of(2, seed=1), "huber"),
     "vae": Pattern(VAE, of(6), None, None, (), own_step=True),
     "distiller": Pattern(Distiller, of(6), CLASSES, from_logits, ("accuracy",), own_step=True),
-    "gan": Pattern(GAN, of(6), of(4, seed=1), judged, (), own_step=True),
+    "gan": Pattern(GAN, of(6), of(3, seed=1), judged, (), own_step=True),
 }
 
 

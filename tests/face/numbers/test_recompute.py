@@ -7,38 +7,10 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.stage.stage import Stage
-from tests.helpers.training import BATCH, BITS, CASES, EPOCHS, SAMPLES, distance, fitted, make
 
 pytestmark = pytest.mark.keras
-
-
-def repeats(monkeypatch):
-    """Counts the micro-batches that stages run with passes that repeat the forward pass."""
-    found = collections.Counter()
-    forward = Stage.forward
-
-    def counted(stage, key, *given, **options):
-        results = forward(stage, key, *given, **options)
-        if stage._repeating is not None and stage._running[key] in stage._repeating:
-            found[stage.boundary.index] += 1
-        return results
-
-    monkeypatch.setattr(Stage, "forward", counted)
-    return found
-
-
-@pytest.mark.slow
-def test_recomputation_changes_no_number(monkeypatch):
-    name = "dropout, evenly"
-    case, shape = CASES[name], {"num_stages": 3, "num_micro_batches": 4, "schedule": "1f1b"}
-    free = fitted(make(case, **shape), case)
-    found = repeats(monkeypatch)
-    assert distance(free, fitted(make(case, **shape, recompute=[0, 1]), case)) < BITS
-    steps = SAMPLES // BATCH * EPOCHS
-    assert found == {0: 4 * steps, 1: 4 * steps}
 
 
 @pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "all"), ("1f1b", [0])])
@@ -76,9 +48,3 @@ def test_stages_hold_at_the_most_what_the_plan_says(schedule, recompute, monkeyp
     wrapped.fit(np.ones((32, 16)), np.ones((32, 1)), batch_size=32, verbose=0)
     planned = [stage.activation_bytes_total for stage in wrapped.plan.stages]
     assert [most[stage] for stage in range(2)] == planned
-
-
-def test_a_stage_with_a_loop_is_refused():
-    case = CASES["recurrent"]
-    with pytest.raises(ConfigurationError, match="cannot recompute: it has LSTM"):
-        fitted(make(case, num_stages=2, recompute="all"), case)

@@ -16,18 +16,9 @@ import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.messages import Channel
 from tarantella_pp.runtime.stage.stage import Stage
+from tests.helpers import training
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import (
-    LABELS,
-    ROUNDING,
-    SAMPLES,
-    WEIGHTS,
-    X,
-    adamw,
-    begin_again,
-    distance,
-    use_float64,
-)
+from tests.helpers.training import LABELS, ROUNDING, SAMPLES, WEIGHTS, X, adamw, distance
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
@@ -228,7 +219,7 @@ def read_apart(model, counted):
 
 
 def on_ranks(stages):
-    use_float64()
+    training.use_float64()
     logging.basicConfig(level=logging.INFO)
     shape = {"num_stages": stages, "num_micro_batches": 2, "batch_size": 8}
     counted = Counted()
@@ -240,7 +231,7 @@ def on_ranks(stages):
         found[f"sharded {sharded}"] = count(model, counted)
     counted.clear()
     keras.utils.set_random_seed(1)
-    found["trained"] = train(begin_again(model, start))
+    found["trained"] = train(training.begin_again(model, start))
     found["sent"] = counted.of("data")
     found["refused"] = differ(model)
     found["apart"] = read_apart(model, counted)

@@ -7,6 +7,8 @@ from keras import layers, ops
 
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime.probes.loss_probe import value_kinds
+from tarantella_pp.runtime.probes.parts import ROWS
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import distance, sgd, use_float64
 
@@ -146,3 +148,11 @@ def test_on_two_ranks_they_are_the_same():
     alone = on_stages()
     for found in mpi_run(2, on_stages).check().results:
         assert distance(alone, found) < 1e-13
+
+
+def test_options_count_that_a_configuration_leaves_out():
+    losses = [keras.losses.CosineSimilarity(axis=axis) for axis in (-1, 0)]
+    assert losses[0].get_config() == losses[1].get_config()
+    along, across = (value_kinds(loss, (None, 3)) for loss in losses)
+    assert ROWS in (along or ())
+    assert not across  # it looks at several samples

@@ -78,22 +78,6 @@ def only_in_training(layer, x, training):
     return centred(layer, x, training) if training else x
 
 
-def reversed_samples(layer, x, _):
-    return layer.gain * x + ops.flip(x, axis=0)
-
-
-def rarely_halved(layer, x, _):
-    return layer.gain * ops.where(ops.any(ops.abs(x) > 50), 0.5 * x, x)
-
-
-def rarely_scaled(layer, x, _):
-    return layer.gain * x / ops.maximum(ops.max(ops.abs(x), axis=0), 100.0)
-
-
-def rarely_shifted(layer, x, _):
-    return layer.gain * x + ops.sum(ops.relu(x - 50.0))
-
-
 def crowded(layer, x, _):
     """Two experts, each with room for half of the samples and one; more are left out."""
     to_first = ops.cast(x[:, :1] + 0.0 * layer.gain > 0, x.dtype)
@@ -103,25 +87,8 @@ def crowded(layer, x, _):
     return layer.gain * x * kept[:, None]
 
 
-def numbered(layer, x, _):
-    return layer.gain * x * ops.cast(1 + ops.arange(ops.shape(x)[0])[:, None], x.dtype)
-
-
 def counted(layer, x, _):
     return layer.gain * x / ops.cast(ops.shape(x)[0], x.dtype)
-
-
-def other_in_fours(layer, x, _):
-    return layer.gain * ops.where(ops.equal(ops.shape(x)[0], 4), 3 * x, x)
-
-
-def traced_otherwise_in_fours(layer, x, _):
-    return layer.gain * (3 * x if x.shape[0] == 4 else x)
-
-
-def largest_two(layer, x, _):
-    """Fails for one sample alone."""
-    return x * layer.gain * ops.mean(ops.top_k(ops.transpose(x), 2)[0])
 
 
 def clipped_on_the_way_back(layer, x, _):
@@ -180,38 +147,14 @@ def counting_in_a_branch(layer, x, training):
 GENERATOR = tf.random.Generator.from_seed(3)
 
 
-def by_generator(layer, x, _):
-    return x + layer.gain * GENERATOR.normal(tf.shape(x), dtype=x.dtype)
-
-
-def by_no_generator(layer, x, _):
-    return x + layer.gain * keras.random.normal(ops.shape(x))
-
-
-def by_python(layer, x, _):
-    return x * layer.gain * random.random()
-
-
-def in_a_branch(layer, x, _):
-    return tf.cond(tf.size(x) > 0, lambda: x * tf.random.uniform((), dtype=x.dtype), lambda: x)
-
-
 def turned(*inner):
-    """Time before samples, each operation a stage: samples are not first where cuts cross."""
+    """Time before samples, where cuts are."""
     inputs = keras.Input((4, 5))
     x = ops.transpose(layers.Dense(5, activation="tanh")(inputs), (1, 0, 2))
     for layer in inner:
         x = layer(x)
     x = layers.Flatten()(ops.transpose(x, (1, 0, 2)))
     return keras.Model(inputs, layers.Dense(5)(x))
-
-
-def mixed_along_time(layer, x, _):
-    return x + (layer.gain - 1) * ops.mean(x, 1, keepdims=True)
-
-
-def counted_along_time(layer, x, _):
-    return layer.gain * x / ops.cast(ops.shape(x)[1], x.dtype)
 
 
 class Watched(layers.Layer):
@@ -236,15 +179,6 @@ def table_of_samples():
     x.compute_output_shape = lambda _: (6, 6)
     made = x(layers.Dense(6)(inputs))
     return keras.Model(inputs, layers.Dense(5)(ops.matmul(layers.Dense(6)(inputs), made)))
-
-
-def with_windows():
-    """Batch and windows in one dimension, as in Swin."""
-    inputs = keras.Input((4, 3))
-    x = layers.Dense(4)(inputs)
-    x = ops.reshape(x, (-1, 2, 4))
-    x = layers.Dense(4, activation="tanh")(layers.LayerNormalization()(x))
-    return keras.Model(inputs, layers.Dense(5)(ops.reshape(x, (-1, 16))))
 
 
 def with_columns():
@@ -387,30 +321,78 @@ WRITES = r"odd.* writes its variable .*batches=3"
 DRAWS = "'odd'.*draws random numbers"
 JUST = r"norm/moving_mean' is read .* just"
 DROP = functools.partial(layers.Dropout, 0.5, seed=1)
-MIXING = crowded, rarely_halved, rarely_scaled, rarely_shifted, only_in_training, reversed_samples
-DRAWING = by_no_generator, by_python, in_a_branch
+MIXING = {
+    "crowded": crowded,
+    "in training": only_in_training,
+    "reversed": lambda layer, x, _: layer.gain * x + ops.flip(x, axis=0),
+    "rarely halved": lambda layer, x, _: (
+        layer.gain * ops.where(ops.any(ops.abs(x) > 50), 0.5 * x, x)
+    ),
+    "rarely scaled": lambda layer, x, _: (
+        layer.gain * x / ops.maximum(ops.max(ops.abs(x), axis=0), 100.0)
+    ),
+    "rarely shifted": lambda layer, x, _: layer.gain * x + ops.sum(ops.relu(x - 50.0)),
+}
+COUNTED = (
+    counted,
+    lambda layer, x, _: (
+        layer.gain * x * ops.cast(1 + ops.arange(ops.shape(x)[0])[:, None], x.dtype)
+    ),
+)
+IN_FOURS = (  # as many samples as a micro-batch has
+    lambda layer, x, _: layer.gain * ops.where(ops.equal(ops.shape(x)[0], 4), 3 * x, x),
+    lambda layer, x, _: layer.gain * (3 * x if x.shape[0] == 4 else x),
+)
+DRAWING = {
+    "no generator": lambda layer, x, _: x + layer.gain * keras.random.normal(ops.shape(x)),
+    "Python": lambda layer, x, _: x * layer.gain * random.random(),
+    "in a branch": lambda layer, x, _: tf.cond(
+        tf.size(x) > 0, lambda: x * tf.random.uniform((), dtype=x.dtype), lambda: x
+    ),
+}
 COUNTING = counting, counting_in_a_branch
+ALONG, LAYERS = {"stages": 3, "balance": [2, 1, 3]}, {"stages": 4, "balance": [2, 1, 1, 3]}
 REFUSED = [
-    *((own(function), MIXES, {}) for function in MIXING),
+    *((own(function), MIXES, {}) for function in MIXING.values()),
     (own(centred, gain="zeros"), MIXES, {}),
     (own(centred, gain="zeros"), MIXES, {"x": X[:3]}),  # one in each micro-batch
     (lambda: between(layers.Lambda(lambda x: x - ops.mean(x, axis=0), name="odd")), MIXES, {}),
     (lambda: between(mix_up()), MIXES, {}),
     (lambda: between(Loop(mixes=True)), MIXES, {}),
-    (own(numbered), f"'odd'.*{COUNTS}", {}),
-    (own(counted), f"'odd'.*{COUNTS}", {}),
-    # Layers are tried with as many samples as a micro-batch has.
-    (own(other_in_fours), COUNTS, {"x": TWELVE}),
-    (own(traced_otherwise_in_fours), COUNTS, {"x": TWELVE}),
-    (own(largest_two), COUNTS, {"x": TWELVE, "stages": 2}),
+    *((own(function), f"'odd'.*{COUNTS}", {}) for function in COUNTED),
+    *((own(function), COUNTS, {"x": TWELVE}) for function in IN_FOURS),
+    # Fails for one sample alone.
+    (
+        own(lambda layer, x, _: x * layer.gain * ops.mean(ops.top_k(ops.transpose(x), 2)[0])),
+        COUNTS,
+        {"x": TWELVE, "stages": 2},
+    ),
     (own(clipped_on_the_way_back), "mixes samples", {}),
     (shifted_by_operations, r"'mean(_\d+)?' \(Mean\) mixes samples", {}),
-    *((lambda f=f: between(DROP(), Own(f)), WRITES, {}) for f in COUNTING),
-    (own(by_generator), "'odd'", {}),
-    *((own(function), DRAWS, {}) for function in DRAWING),
-    *((own(function), DRAWS, {"micro_batches": 1, "stages": 2}) for function in DRAWING),
-    (lambda: turned(Own(mixed_along_time)), "odd.*mixes", {"x": TURNED, "stages": 6}),
-    (lambda: turned(Own(counted_along_time)), "odd.*number", {"x": TURNED, "stages": 6}),
+    *(
+        (lambda function=function: between(DROP(), Own(function)), WRITES, {})
+        for function in COUNTING
+    ),
+    (
+        own(lambda layer, x, _: x + layer.gain * GENERATOR.normal(tf.shape(x), dtype=x.dtype)),
+        "'odd'",
+        {},
+    ),
+    *((own(function), DRAWS, {}) for function in DRAWING.values()),
+    *((own(function), DRAWS, {"micro_batches": 1, "stages": 2}) for function in DRAWING.values()),
+    *(
+        (lambda function=function: turned(Own(function)), message, {"x": TURNED} | ALONG)
+        for function, message in (
+            (
+                lambda layer, x, _: x + (layer.gain - 1) * ops.mean(x, 1, keepdims=True),
+                "odd.*mixes",
+            ),
+            (
+                lambda layer, x, _: layer.gain * x / ops.cast(ops.shape(x)[1], x.dtype),
+                "odd.*number",
+            ),
+        )
+    ),
     (table_of_samples, "'odd'.*mixes samples", {"stages": 5}),
     # Gradients that plans do not expect.
     (said, r"gradient of 'lie' .* have integers", {"stages": 2, "balance": [1, 1]}),
@@ -440,10 +422,10 @@ def test_what_is_no_sum_over_samples_is_refused_by_name(build, message, options)
 ONE, TWO = {"micro_batches": 1}, {"micro_batches": 1, "stages": 2}
 LIES = {"stages": 2, "balance": [2, 2]}
 EXACT = [
-    *((own(function), X, TWO) for function in (reversed_samples, *COUNTING)),
-    (own(by_no_generator), X, ONE),
+    *((own(function), X, TWO) for function in (MIXING["reversed"], *COUNTING)),
+    (own(DRAWING["no generator"]), X, ONE),
     # What treats samples apart, where they are along another dimension.
-    (lambda: turned(layers.Dense(5, activation="tanh"), Watched()), TURNED, {"stages": 7}),
+    (lambda: turned(layers.Dense(5, activation="tanh"), Watched()), TURNED, LAYERS),
     (spectrum, X, {"stages": 4}),
     # What is said of dtypes need not be true of layers.
     (declared(lambda x: 2 * x, "int32"), X, LIES),
@@ -501,7 +483,6 @@ def test_numbers_with_a_fixed_seed_are_those_of_a_batch_of_the_size_of_a_micro_b
 
 APART = {
     "side by side": (side_by_side, X),
-    "windows": (with_windows, RNG.normal(size=(6, 4, 3))),
     "columns": (with_columns, COLUMNS),
     "columns of few": (with_columns, COLUMNS[:3]),
     "not a number": (lambda: between(Own(not_a_number)), X),

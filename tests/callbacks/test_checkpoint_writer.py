@@ -1,10 +1,13 @@
 """Twenty processes are killed while they write: no checkpoint is lost, none is half of one."""
 
+import hashlib
+import json
 import os
 import signal
 import time
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -12,8 +15,8 @@ from tarantella_pp.callbacks import checkpoint_folder
 from tarantella_pp.callbacks.checkpoint_folder import DRAFT, DataPosition, checkpoints_in, damages
 from tarantella_pp.callbacks.checkpoint_reader import newest_whole
 from tarantella_pp.callbacks.checkpoint_writer import CheckpointWriter
-from tarantella_pp.callbacks.tensor_file import TensorFile
-from tarantella_pp.errors import FileError
+from tarantella_pp.callbacks.tensor_file import TensorFile, sha256_of, write_tensors
+from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.files import sync
 from tarantella_pp.runtime.comm.communicator import Communicator
 
@@ -148,3 +151,43 @@ def test_a_folder_that_cannot_be_synced_is_no_error_and_a_file_is(tmp_path, monk
     sync(tmp_path)
     with pytest.raises(OSError, match="Invalid argument"):
         sync(tmp_path / "file")
+
+
+VALUES = {
+    "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "turned": np.arange(6.0).reshape(2, 3).T,
+    "half": np.array([1.5, -2.0], ml_dtypes.bfloat16),
+    "one": np.array(7, np.int64),
+    "none": np.zeros((0, 3), np.uint8),
+    "flags": np.array([True, False]),
+}
+
+
+def write_file(path, values=VALUES):
+    specs = {name: (value.dtype.name, value.shape) for name, value in values.items()}
+    return write_tensors(path, specs, values.__getitem__)
+
+
+def test_what_is_written_comes_back_in_the_format_of_safetensors(tmp_path):
+    path = tmp_path / "file.safetensors"
+    written = write_file(path)
+    data = path.read_bytes()
+    assert written == (len(data), hashlib.sha256(data).hexdigest())
+    assert sha256_of(path) == written[1]
+    file = TensorFile(path)
+    assert list(file.slots) == list(VALUES)
+    for name, value in VALUES.items():
+        read = file.read(name)
+        assert (read.dtype, read.shape) == (value.dtype, value.shape)
+        assert read.tobytes() == np.ascontiguousarray(value).tobytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert length % 8 == 0
+    assert header["a"] == {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    assert header["half"]["dtype"] == "BF16"
+    assert len(data) == 8 + length + max(told["data_offsets"][1] for told in header.values())
+
+
+def test_what_the_format_has_not_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="'text' has dtype object"):
+        write_file(tmp_path / "file", {"text": np.array(["a"], object)})

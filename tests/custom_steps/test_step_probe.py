@@ -218,10 +218,6 @@ def of_some(model, x, y, predicted):
     return tf.reduce_mean(tf.boolean_mask(tf.square(predicted - y), y[:, 0] < 1e6))
 
 
-def distributed():
-    return tnt.DistributedOptimizer(keras.optimizers.SGD())
-
-
 SGD = keras.optimizers.SGD
 MIXED = "gradients that train_step applies .* mix samples"
 

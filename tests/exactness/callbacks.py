@@ -14,8 +14,7 @@ from keras import callbacks
 
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tests.exactness.classes import classes_in
-from tests.exactness.trials import EVENLY, Part, Trial
+from tests.exactness.trials import EVENLY, Part, Trial, classes_in
 from tests.helpers.training import WEIGHTS, Case, X, Y
 from tests.zoo.models import mlp
 

@@ -12,8 +12,7 @@ import numpy as np
 from keras import layers, ops
 
 from tests.exactness import expected
-from tests.exactness.classes import arguments_of, classes_in
-from tests.exactness.trials import ROUNDING, Part, Trial, steps, training
+from tests.exactness.trials import ROUNDING, Part, Trial, arguments_of, classes_in, steps, training
 from tests.helpers.draws import more_asked_for
 from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 from tests.zoo.models import AddsLoss

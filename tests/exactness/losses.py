@@ -11,8 +11,7 @@ import numpy as np
 from keras import layers, losses, ops
 
 from tests.exactness import expected
-from tests.exactness.classes import classes_in
-from tests.exactness.trials import EVENLY, ROUNDING, UNEVENLY, Part, Trial, training
+from tests.exactness.trials import EVENLY, ROUNDING, UNEVENLY, Part, Trial, classes_in, training
 from tests.helpers.draws import more_asked_for
 from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 

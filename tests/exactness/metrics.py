@@ -8,8 +8,8 @@ import keras
 import numpy as np
 from keras import layers, metrics, ops
 
-from tests.exactness.classes import arguments_of, classes_in
-from tests.exactness.trials import EVENLY, ROUNDING, UNEVENLY, Part, Trial, steps
+from tests.exactness import trials
+from tests.exactness.trials import ROUNDING, Part, Trial, arguments_of, classes_in, steps
 from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 
 NOT_TRIED = {"Metric": "the base class of all metrics"}
@@ -132,5 +132,5 @@ def trial(parts: Sequence[Part]) -> Trial:
 
     build = functools.partial(model_of, *MODELS[model], watched=makers if inside else ())
     limit = 1e-5 if model == "narrow" else ROUNDING
-    run = functools.partial(steps, rows=UNEVENLY if inside else EVENLY)
+    run = functools.partial(steps, rows=trials.UNEVENLY if inside else trials.EVENLY)
     return Trial(Case(build, X, TARGETS[targets], compiled, WEIGHTS), run, limit=limit)

@@ -2,12 +2,14 @@
 
 import dataclasses
 import hashlib
+import inspect
 import itertools
 import json
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -18,15 +20,7 @@ from tarantella_pp.errors import CommunicationError, TarantellaError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tests.exactness import expected
-from tests.exactness.expected import (
-    BY_MICRO_BATCH,
-    CRASHED,
-    DIFFERS,
-    EXACT,
-    NOT_IN_KERAS,
-    REFUSED,
-    Verdict,
-)
+from tests.exactness.expected import BY_MICRO_BATCH, CRASHED, EXACT, REFUSED, Verdict
 from tests.helpers.draws import more_asked_for
 from tests.helpers.training import BITS, ROUNDING, Case, distance
 
@@ -142,7 +136,7 @@ class Judge:
         """Judges a trial; `plain` is how plain Keras trains it, on one of the ranks."""
         outcome, message = self._shared(plain and [plain.outcome, plain.message])
         if outcome != EXACT:
-            return Verdict(trial.name, NOT_IN_KERAS, 0.0, message)
+            return Verdict(trial.name, expected.NOT_IN_KERAS, 0.0, message)
         attempt = self._attempt(trial, STAGES, MICRO_BATCHES)
         if attempt.outcome != EXACT:
             return Verdict(trial.name, attempt.outcome, 0.0, attempt.message)
@@ -163,7 +157,7 @@ class Judge:
         with mock.patch("tarantella_pp.models.pipeline_model.world", Communicator):
             single = plain and self._piped(trial, 1, MICRO_BATCHES)
         ranks = self._error(single, attempt)
-        return BY_MICRO_BATCH if one < trial.limit and ranks < BITS else DIFFERS
+        return BY_MICRO_BATCH if one < trial.limit and ranks < BITS else expected.DIFFERS
 
     def _attempt(self, trial: Trial, stages: int, micro_batches: int) -> Attempt:
         """Trains on all ranks, which must agree on how it went."""
@@ -254,3 +248,23 @@ def _distance(wanted: Any, found: Any) -> float:
         return distance({name: wanted[name] for name in found}, found)
     except AssertionError:
         return float("inf")
+
+
+def classes_in(module: ModuleType, left_out: Container[str] = ()) -> dict[str, type]:
+    """Returns the classes that a public module of Keras has, each under one name only."""
+    found: dict[str, type] = {}
+    public = {name: kind for name, kind in vars(module).items() if inspect.isclass(kind)}
+    for name, kind in sorted(public.items(), key=lambda item: item[1].__name__ != item[0]):
+        if kind not in found.values():
+            found[name] = kind
+    return {name: found[name] for name in sorted(found) if name not in left_out}
+
+
+def arguments_of(kind: type, known: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Values for the arguments that a class cannot be made without."""
+    return {
+        name: known[name]()
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tarantella_pp.errors import ScheduleError
+from tarantella_pp.errors import ScheduleError, TarantellaError
 from tarantella_pp.schedule import (
     TRAINING_NAMES,
     Compute,
@@ -13,9 +13,12 @@ from tarantella_pp.schedule import (
     lower,
     make_schedule,
     read_schedule,
+    simulate,
     validate,
 )
+from tarantella_pp.schedule.simulator import Costs
 from tarantella_pp.schedule.spec import SEARCHED, on_one_rank
+from tests.helpers.schedule_strategies import lowered_schedules, schedules
 
 OWN = """
 stages: 2
@@ -23,6 +26,47 @@ micro_batches: 3
 rank 0: 0F0 0F1 0B0 0F2 0W0 0BW1 0BW2
 rank 1: 1F0 1BW0 1F1 1BW1 1F2 1BW2
 """
+
+
+@given(lowered_schedules())
+def test_every_schedule_is_legal_whatever_the_skips(schedule):
+    validate(schedule, [schedule.in_flight(stage) for stage in range(schedule.num_stages)])
+
+
+@given(schedules())
+def test_every_stage_runs_micro_batches_in_increasing_order(schedule):
+    for stage in range(schedule.num_stages):
+        for part in "FBW" if schedule.has_backward else "F":
+            order = [
+                action.micro_batch
+                for action in schedule.computations()
+                if action.stage == stage and part in action.kind
+            ]
+            assert order == list(range(schedule.num_micro_batches))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"name": "2f2b"}, "2f2b"),
+        ({"num_stages": 0}, "num_stages=0"),
+        ({"num_micro_batches": 0}, "num_micro_batches=0"),
+        ({"num_micro_batches": 2.5}, "num_micro_batches=2.5"),
+        ({"num_ranks": 3}, "num_ranks=3"),
+        ({"num_ranks": -1}, "num_ranks=-1"),
+        ({"placement": (0, 1)}, "placement=(0, 1)"),
+        ({"placement": (0, 2, 0, 2)}, "placement=(0, 2, 0, 2)"),
+        ({"name": "interleaved", "placement": (0, 1, 1, 0)}, "placement=(0, 1, 1, 0)"),
+        ({"name": "zb-v", "num_stages": 3}, "num_stages=3"),
+        ({"name": "zb-v", "num_ranks": 4}, "num_ranks=4"),
+        ({"name": "zb-v", "placement": (0, 1, 0, 1)}, "placement=(0, 1, 0, 1)"),
+        ({"name": "zb-auto"}, "zb-auto"),
+    ],
+)
+def test_wrong_options_of_a_schedule_are_refused_by_name(options, named):
+    with pytest.raises(TarantellaError) as error:
+        make_schedule(**{"name": "1f1b", "num_stages": 4, "num_micro_batches": 4} | options)
+    assert named in str(error.value)
 
 
 @given(
@@ -139,3 +183,57 @@ def test_a_schedule_is_one_of_its_stages_and_ranks(stages, ranks):
 def test_ranks_that_do_not_fit_are_refused(name, stages, ranks):
     with pytest.raises(ScheduleError, match=f"num_stages={stages}"):
         ScheduleSpec.of(name, stages, ranks)
+
+
+@given(schedules())
+def test_round_trip(schedule):
+    assert Schedule.from_text(schedule.to_text()) == schedule
+
+
+def test_a_schedule_of_the_user():
+    schedule = Schedule.from_text(
+        """
+        # my own, with nothing but the actions
+        rank 0: 0F0 0F1  0B0 0W0 0BW1   # the first stage
+        rank 1: 1F0 1BW0 1F1 1BW1
+        """
+    )
+    assert schedule.name == "custom"
+    assert (schedule.num_stages, schedule.num_micro_batches, schedule.num_ranks) == (2, 2, 2)
+    lowered = lower(schedule)
+    validate(lowered, [2, 1])
+    assert simulate(lowered, Costs.uniform(2)).step_seconds == 9
+    assert str(lowered.actions[1][0]) == "0>1RF0"
+
+
+def test_text_of_a_lowered_schedule():
+    assert lower(make_schedule("1f1b", 2, 1)).to_text() == (
+        "schedule: 1f1b\n"
+        "stages: 2\n"
+        "micro_batches: 1\n"
+        "placement: 0 1\n"
+        "links: 0>1\n"
+        "gradient_links: 0>1\n"
+        "rank 0: 0F0 0>1SF0 1>0RB0 0BW0\n"
+        "rank 1: 0>1RF0 1F0 1BW0 1>0SB0\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("", "one line for each rank"),
+        ("rank 0: 1F0", "Stage 0 has none"),
+        ("rank 0: 0F0 0G0", r"Line 1 .*'0G0'"),
+        ("stages: 1\nrank 0: 0F0\nrank 0: 0F0", "Line 3 .* rank 0 is given twice"),
+        ("stages: one\nrank 0: 0F0", "Line 1 .* whole numbers"),
+        ("stage: 1\nrank 0: 0F0", "Line 1 .* one of schedule, stages"),
+        ("0F0 0F1", "Line 1 .* 'rank N:'"),
+        ("links: 0>1\nrank 0: 0F0", "Line 1 .* one of schedule, stages"),
+        ("rank 0: 0F0 0>1SF0", "Line 1 .* computations only.*'0>1SF0'"),
+        ("placement: 0 1\nrank 0: 0F0", r"placement=\(0, 1\)"),
+    ],
+)
+def test_text_that_cannot_be_read(source, message):
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.from_text(source)

@@ -29,11 +29,7 @@ def mlp():
     return keras.Model(inputs, layers.Dense(3)(x))
 
 
-def whole_sample_norm():
-    return layers.LayerNormalization(axis=[1, 2, 3])
-
-
-def residual_cnn(normalization=whole_sample_norm):
+def residual_cnn(normalization=lambda: layers.LayerNormalization(axis=[1, 2, 3])):
     inputs = keras.Input((6, 6, 2))
     x = layers.Conv2D(4, 3, padding="same")(inputs)
     for _ in range(2):
@@ -406,6 +402,15 @@ def opaque_mask():
     inputs = keras.Input((6, 5))
     x = layers.Dense(5)(inputs)
     return keras.Model(inputs, inner(x, mask=inputs[..., 0] > 0))
+
+
+class Picky(layers.Dense):
+    """A layer that nobody can look into."""
+
+    def call(self, x):
+        if x.shape[0] is not None:
+            raise ValueError("any number but that")
+        return super().call(x)
 
 
 class Doubled(keras.Model):

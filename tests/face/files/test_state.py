@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
-from tests.helpers import training
 from tests.helpers.draws import more_asked_for
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
@@ -213,10 +211,3 @@ def test_a_wrapped_model_is_compiled_as_it_was():
     assert distance(*told) < ROUNDING
     assert distance(state_of(expected), state_of(model)) < ROUNDING
     assert not PipelineModel(mlp(), num_stages=2).compiled
-
-
-def test_what_a_pipeline_cannot_be_compiled_with_is_refused_when_it_is_wrapped():
-    plain = mlp()
-    plain.compile("sgd", training.squared_of_largest)
-    with pytest.raises(ConfigurationError, match="squared_of_largest"):
-        PipelineModel(plain, num_stages=2, num_micro_batches=2, schedule="1f1b")

@@ -24,7 +24,7 @@ def trained(model):
 CUT = {"num_stages": 2, "num_micro_batches": 3}
 
 
-def test_an_optimizer_is_made_once():
+def test_an_optimizer_is_made_once_and_nothing_trained_without_one():
     keras.backend.clear_session()
     model = PipelineModel(mlp(), **CUT)
     model.compile("adam", "mse")
@@ -32,14 +32,24 @@ def test_an_optimizer_is_made_once():
     model.compile({"class_name": "sgd", "config": {"learning_rate": 0.5}}, "mse")
     assert model.optimizer.name == "sgd"
     assert float(model.optimizer.learning_rate) == 0.5
+    model.compile(optimizer=None, loss="mse")
+    for train in (model.fit, model.train_on_batch):
+        with pytest.raises(ConfigurationError, match="optimizer=None"):
+            train(X, Y)
 
 
-@pytest.mark.parametrize("build", [sequential, mlp])
-def test_layers_and_names_are_those_of_the_wrapped_model(build):
+@pytest.mark.parametrize("build", [sequential, mlp, nested])
+def test_layers_names_and_summary_are_those_of_the_wrapped_model(build):
+    def lines(model):
+        found = []
+        model.summary(print_fn=found.append)
+        return found
+
     plain = build()
     model = PipelineModel(plain, **CUT)
-    model.compile("adam", "mse", metrics=["mae"])
-    plain.compile("adam", "mse", metrics=["mae"])
+    assert lines(model) == lines(plain)
+    for each in (model, plain):
+        each.compile("adam", "mse", metrics=["mae"])
     assert model.layers == plain.layers
     assert model.get_layer(index=0) is plain.get_layer(index=0)
     assert [id(w) for w in model.weights] == [id(w) for w in plain.weights]
@@ -48,25 +58,6 @@ def test_layers_and_names_are_those_of_the_wrapped_model(build):
     assert model.count_params() == plain.count_params()
     model.layers.clear()
     assert model.layers == plain.layers
-
-
-@pytest.mark.parametrize("build", [mlp, sequential, nested])
-def test_the_summary_is_that_of_the_wrapped_model(build):
-    def lines(model):
-        found = []
-        model.summary(print_fn=found.append)
-        return found
-
-    plain = build()
-    assert lines(PipelineModel(plain, 2)) == lines(plain)
-
-
-def test_a_model_without_an_optimizer_is_not_trained():
-    model = PipelineModel(mlp(), **CUT)
-    model.compile(optimizer=None, loss="mse")
-    for train in (model.fit, model.train_on_batch):
-        with pytest.raises(ConfigurationError, match="optimizer=None"):
-            train(X, Y)
 
 
 def test_how_stages_are_compiled_is_warned_of_and_changes_nothing():

@@ -65,14 +65,6 @@ class Stop(keras.callbacks.Callback):
         self._end("predict", batch, "stop_predicting")
 
 
-class Fails(keras.callbacks.Callback):
-    """Fails on all ranks, at a batch."""
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 2:
-            raise RuntimeError
-
-
 STOPS = {
     "the first rank, a step later": ((0,), {"train": 2}, {}, 4),
     "all ranks, at once": ((0, 1), {"train": 2}, {}, 3),
@@ -93,9 +85,15 @@ def stop(model, start):
         weights = [w.tolist() for w in model.get_weights()]
         found[name] = [int(model.optimizer.iterations), callback.ended, weights]
     begin_again(model, start)
+
+    def fail(batch, logs):
+        if batch == 2:
+            raise RuntimeError
+
     for again in (Stop((1,), train=2), Stop((1,), train=2)):
-        with contextlib.suppress(RuntimeError):
-            model.fit(X, Y, callbacks=[Fails()], **QUIET)
+        with contextlib.suppress(RuntimeError):  # on all ranks
+            fails = keras.callbacks.LambdaCallback(on_train_batch_end=fail)
+            model.fit(X, Y, callbacks=[fails], **QUIET)
         model.fit(X, Y, validation_data=(X, Y), callbacks=[again], **QUIET)
     found["after errors"] = [again.ended["train"], int(model.optimizer.iterations)]
     evaluation = Stop((1,), test=2, predict=2)

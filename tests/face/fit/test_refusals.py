@@ -114,6 +114,10 @@ def test_a_compilation_that_is_refused_changes_nothing():
             model.compile("adam", *given, **named)
     assert model.optimizer is before
     assert model.loss == "mse"
+    plain = mlp()
+    plain.compile("sgd", squared_of_largest)
+    with pytest.raises(ConfigurationError, match="squared_of_largest"):
+        PipelineModel(plain, num_stages=2, num_micro_batches=2, schedule="1f1b")
 
 
 def test_training_before_compile_and_arguments_that_keras_does_not_have():

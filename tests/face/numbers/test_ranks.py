@@ -135,21 +135,25 @@ def count_of_slots(name: str) -> int:
     return sum(len(v.shape) > 0 for v in model.optimizer.variables)
 
 
+MLP = training.Case(mlp, X[:18], Y[:18], training.regression(optimizer=training.sgd), batch=6)
+"""Cut into three micro-batches of one size."""
+
+
 def search_and_narrow(folder):
     """Trains with a schedule that is searched for, with one of the user's, and in bfloat16."""
     training.use_float64()
     found = {}
-    model = make(CASES["mlp"], num_stages=4, num_micro_batches=3, schedule="zb-auto")
-    found["searched"] = fitted(model, CASES["mlp"])
+    model = make(MLP, num_stages=4, num_micro_batches=3, schedule="zb-auto")
+    found["searched"] = fitted(model, MLP)
     found["schedule"] = model.plan.schedule_text
     found["held"] = [stage.in_flight for stage in model.plan.stages]
     model.plan.save(Path(folder) / f"{world().rank}.json")
-    again = make(CASES["mlp"], plan=Path(folder) / f"{world().rank}.json")
-    found["again"] = fitted(again, CASES["mlp"])
-    found["own"] = fitted(make(CASES["mlp"], schedule=str(Path(folder) / "own")), CASES["mlp"])
+    again = make(MLP, plan=Path(folder) / f"{world().rank}.json")
+    found["again"] = fitted(again, MLP)
+    found["own"] = fitted(make(MLP, schedule=str(Path(folder) / "own")), MLP)
     plan = make_plan(mlp, 2, num_micro_batches=3, num_ranks=2, wire_dtype="bfloat16")
-    found["narrow"] = fitted(make(CASES["mlp"], plan=plan), CASES["mlp"])
-    found["set free"] = fitted(set_free_late(), CASES["mlp"])
+    found["narrow"] = fitted(make(MLP, plan=plan), MLP)
+    found["set free"] = fitted(set_free_late(), MLP)
     return found
 
 
@@ -160,7 +164,7 @@ def set_free_late():
     for layer in whole.layers[1:3]:
         layer.trainable = False
     model = PipelineModel(whole, num_stages=2, num_micro_batches=3)
-    model.compile(**CASES["mlp"].compiled())
+    model.compile(**MLP.compiled())
     for layer in whole.layers:
         layer.trainable = True
     return model
@@ -178,7 +182,7 @@ rank 1: 2F0 3F0 3BW0 2BW0 2F1 3F1 3BW1 2BW1 2F2 3F2 3BW2 2BW2
 def test_schedules_that_are_searched_for_and_the_users_own(tmp_path):
     (tmp_path / "own").write_text(OWN)
     run = mpi_run(2, search_and_narrow, str(tmp_path), timeout=240).check()
-    expected = fitted(make(CASES["mlp"]), CASES["mlp"])
+    expected = fitted(make(MLP), MLP)
     for result in run.results:
         for name in ("searched", "again", "own", "set free"):
             assert distance(expected, result[name]) < ROUNDING, name

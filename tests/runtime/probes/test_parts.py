@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.probes.loss_probe import value_kinds
+from tarantella_pp.runtime.probes.optimizer_probe import check_division, treats_weights_apart
 from tarantella_pp.runtime.probes.parts import ROWS
-from tests.helpers.mpi import mpi_run
-from tests.helpers.training import distance, sgd, use_float64
+from tests.helpers.training import distance, sgd
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -135,24 +135,42 @@ def test_losses_that_are_neither_are_refused_by_name(name):
     assert distance(before, model.get_weights()) == 0
 
 
-def on_stages():
-    use_float64()
-    model = model_of(Adds(total, average), layers.Dropout(0.3, seed=1), Adds(divergence))
-    return list(map(np.sum, outcome(PipelineModel(model, 2, num_micro_batches=3))))
-
-
-@pytest.mark.slow
-@pytest.mark.mpi
-def test_on_two_ranks_they_are_the_same():
-    """Also of random numbers, whose seeds no trial moves."""
-    alone = on_stages()
-    for found in mpi_run(2, on_stages).check().results:
-        assert distance(alone, found) < 1e-13
-
-
 def test_options_count_that_a_configuration_leaves_out():
     losses = [keras.losses.CosineSimilarity(axis=axis) for axis in (-1, 0)]
     assert losses[0].get_config() == losses[1].get_config()
     along, across = (value_kinds(loss, (None, 3)) for loss in losses)
     assert ROWS in (along or ())
     assert not across  # it looks at several samples
+
+
+class Halved(keras.optimizers.Adam):
+    """Treats each weight by itself."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate / 2)
+
+
+class Normed(keras.optimizers.SGD):
+    """Divides all gradients by their common norm."""
+
+    def apply(self, grads, trainable_variables=None):
+        norm = ops.sqrt(sum(ops.sum(g**2) for g in grads))
+        return super().apply([g / norm for g in grads], trainable_variables)
+
+
+class Unconfigured(keras.optimizers.SGD):
+    def __init__(self, needed):
+        super().__init__(0.1 * needed)
+
+
+def test_those_that_treat_each_weight_by_itself_may_train_and_others_are_refused_by_name():
+    kinds = [keras.optimizers.Adam, keras.optimizers.Adafactor, keras.optimizers.Lamb, Halved]
+    for optimizer in [None, *(kind() for kind in kinds)]:
+        check_division(optimizer, [], 2)
+        assert optimizer is None or treats_weights_apart(optimizer)
+        assert optimizer is None or not optimizer.built
+    assert not treats_weights_apart(keras.optimizers.SGD(global_clipnorm=0.1))
+    with pytest.raises(ConfigurationError, match=r"Normed looks at several weights.*2 ranks"):
+        check_division(Normed(0.1), [], 2)
+    with pytest.raises(ConfigurationError, match=r"Unconfigured cannot be tried.*get_config"):
+        check_division(Unconfigured(1.0), [], 2)

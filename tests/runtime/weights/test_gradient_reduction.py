@@ -49,6 +49,11 @@ def bits(value: Any) -> Any:
     return [value.dtype.name, list(value.shape), value.numpy().tobytes().hex()]
 
 
+def reduced(reduction: GradientReduction, mine: list[Any]) -> list[Any]:
+    reduction.start(0, mine)
+    return reduction.finish(0)
+
+
 def packed_and_alone_over_several_steps(ranks: Communicator) -> None:
     names = ["kernel", "bias", "gamma", "scale"]
     weights = {name: weight(name) for name in names}
@@ -85,8 +90,7 @@ def replicas_without_some_gradients(ranks: Communicator) -> None:
             tf.constant(dense(name, ranks.rank, step)) if ranks.rank in plan[name] else None
             for name in names
         ]
-        reduction.start(0, mine)
-        for name, one in zip(names, reduction.finish(0), strict=True):
+        for name, one in zip(names, reduced(reduction, mine), strict=True):
             if plan[name]:
                 expected = total([dense(name, rank, step) for rank in sorted(set(plan[name]))])
                 np.testing.assert_array_equal(one.numpy(), expected)
@@ -123,8 +127,7 @@ def slices_at_the_same_places_are_added_up(ranks: Communicator) -> None:
         values = tf.concat([fixed[ranks.rank].values, chosen[ranks.rank].values], 0)
         indices = tf.concat([50 + places, chosen[ranks.rank].indices], 0)  # marked as fixed
         mine = None if absent else tf.IndexedSlices(values, indices)
-        reduction.start(0, [None, mine])
-        found = reduction.finish(0)[1]
+        found = reduced(reduction, [None, mine])[1]
         expected = tf.concat([one.values for one in chosen[step:]], 0)
         added = total([one.values for one in fixed[step:]])
         np.testing.assert_allclose(found.values, tf.concat([expected, added], 0), rtol=1e-6)
@@ -135,28 +138,28 @@ def slices_at_the_same_places_are_added_up(ranks: Communicator) -> None:
 def the_same_rows_on_all_ranks_are_positions_if_each_is_there_once(ranks: Communicator) -> None:
     reductions = [GradientReduction(ranks, {0: [weight("table")]}, guesses=True) for _ in range(2)]
 
-    def reduced(reduction: GradientReduction, places: list[int]) -> tf.IndexedSlices:
+    def added(reduction: GradientReduction, places: list[int]) -> tf.IndexedSlices:
         values = tf.fill([len(places), 4], 1.0 + ranks.rank)
-        reduction.start(0, [tf.IndexedSlices(values, tf.constant(places), tf.constant([50, 4]))])
-        return reduction.finish(0)[0]
+        slices = tf.IndexedSlices(values, tf.constant(places), tf.constant([50, 4]))
+        return reduced(reduction, [slices])[0]
 
     chosen, alike = [3, ranks.rank], [3, 3]
     for places, copies in ((chosen, None), ([4, 2], 1), (alike, ranks.size), ([5], ranks.size)):
-        found = reduced(reductions[0], places)
+        found = added(reductions[0], places)
         if copies:
             np.testing.assert_array_equal(found.indices, places * copies)
         whole = len(places) * 4 * sum(1 + rank for rank in range(ranks.size))
         assert tf.reduce_sum(found.values) == whole
     with pytest.raises(UnsupportedModelError, match=r"same rows of 'table.*several times"):
-        reduced(reductions[1], alike)
+        added(reductions[1], alike)
 
 
 def slices_become_dense_where_a_replica_has_a_tensor(ranks: Communicator) -> None:
     reduction = GradientReduction(ranks, {0: [weight("table")]})
     for step in range(2):
         slices = rows(ranks.rank, step)
-        reduction.start(0, [slices if ranks.rank else tf.constant(dense("table", 0, step))])
-        found = reduction.finish(0)[0]
+        mine = slices if ranks.rank else tf.constant(dense("table", 0, step))
+        (found,) = reduced(reduction, [mine])
         expected = dense("table", 0, step)
         for rank in range(1, ranks.size):
             expected = expected + tf.convert_to_tensor(rows(rank, step)).numpy()
@@ -172,8 +175,7 @@ def messages_of_sixteen_bits(ranks: Communicator) -> None:
 
     for step in range(2):
         mine = [tf.constant(dense(name, rank, step)) for name in names[:2]]
-        reduction.start(0, [*mine, rows(rank, step)])
-        *sums, slices = reduction.finish(0)
+        *sums, slices = reduced(reduction, [*mine, rows(rank, step)])
         for name, one in zip(names, sums, strict=False):
             parts = [rounded(dense(name, replica, step)) for replica in range(ranks.size)]
             np.testing.assert_array_equal(one.numpy(), rounded(total(parts)))
@@ -187,8 +189,7 @@ def every_dtype(ranks: Communicator) -> None:
     reduction = GradientReduction(ranks, {0: weights})
     for _ in range(2):
         mine = [tf.fill(w.shape, tf.cast(ranks.rank + 1, w.dtype)) for w in weights]
-        reduction.start(0, mine)
-        for one, w in zip(reduction.finish(0), weights, strict=True):
+        for one, w in zip(reduced(reduction, mine), weights, strict=True):
             assert one.dtype == w.dtype
             assert (one.numpy() == ranks.size * (ranks.size + 1) / 2).all()
 
@@ -243,5 +244,4 @@ def test_replicas() -> None:
 def test_one_replica_keeps_its_gradients() -> None:
     reduction = GradientReduction(Communicator(), {0: [weight("bias")] * 3})
     mine = [tf.constant(dense("bias", 0)), rows(1), None]
-    reduction.start(0, mine)
-    assert all(a is b for a, b in zip(reduction.finish(0), mine, strict=True))
+    assert all(a is b for a, b in zip(reduced(reduction, mine), mine, strict=True))

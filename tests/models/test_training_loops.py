@@ -69,14 +69,9 @@ def expected():
     return numbers_of(plain)
 
 
-@pytest.mark.slow
-def test_tasks_take_texts_and_train_exactly():
-    assert distance(numbers_of(pipeline), expected()) < 1e-13
-
-
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_so_they_do_on_two_ranks():
+def test_tasks_take_texts_and_train_exactly():
     first, second = mpi_run(2, on_ranks, timeout=240).check().results
     assert first[1] == second[1]
     for numbers in (*first[0], *second[0]):

@@ -137,7 +137,16 @@ def test_weights_are_in_the_order_of_keras(tmp_path, build):
     assert same(model.get_weights(), values)
 
 
-def test_a_file_without_the_optimizer_is_not_compiled(tmp_path, trained):
+def test_plain_keras_reads_the_optimizer_where_it_is_in_the_file(tmp_path, trained):
+    trained.save_weights(tmp_path / "a.weights.h5")
+    stock = sequential()
+    stock.compile("adam", "mse", metrics=["mae"])
+    stock.optimizer.build(stock.trainable_variables)
+    stock.load_weights(tmp_path / "a.weights.h5")
+    assert same(stock.get_weights(), trained.get_weights())
+    assert same(
+        map(np.array, stock.optimizer.variables), map(np.array, trained.optimizer.variables)
+    )
     trained.save(tmp_path / "bare.keras", include_optimizer=False)
     bare = keras.saving.load_model(tmp_path / "bare.keras")
     assert not bare.compiled

@@ -4,7 +4,7 @@ import pytest
 
 from tarantella_pp.schedule import TRAINING_NAMES, ScheduleSpec
 from tests.helpers import training
-from tests.helpers.training import BITS, CASES, ROUNDING, distance, make, piped, serial, trained
+from tests.helpers.training import CASES, ROUNDING, distance, make, piped, serial, trained
 
 pytestmark = pytest.mark.keras
 
@@ -13,16 +13,10 @@ pytestmark = pytest.mark.keras
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stages", "micro_batches", "schedule"),
-    [
-        ("residual_cnn, evenly", 4, 8, "gpipe"),
-        ("causal_attention, evenly", 4, 4, "1f1b"),
-        ("embedding_sgd, evenly", 2, 1, None),
-        ("batch_norm, evenly", 2, 1, None),
-    ],
+    [("residual_cnn, evenly", 4, 8, "gpipe"), ("causal_attention, evenly", 4, 4, "1f1b")],
 )
 def test_a_pipeline_gives_the_numbers_of_keras(name, stages, micro_batches, schedule):
-    limit = BITS if micro_batches == 1 else ROUNDING
-    assert distance(serial(name), piped(name, stages, micro_batches, schedule)) < limit
+    assert distance(serial(name), piped(name, stages, micro_batches, schedule)) < ROUNDING
 
 
 def test_every_schedule_gives_them():

@@ -63,6 +63,7 @@ def test_parts_of_layers_train_like_the_whole(name, stages):
     assert distance(plain(name), outcome(name, model)) < ROUNDING
 
 
+@pytest.mark.slow
 def test_one_operation_is_told_no_more_of_training_than_by_keras():
     keras.utils.set_random_seed(1)
     model = Model(opened.Deaf(), inputs=keras.Input((6,)), num_micro_batches=2)
@@ -106,10 +107,11 @@ def in_two_phases(model):
 
 
 @pytest.mark.slow
-def test_layers_stay_opened_where_others_are_trained_later():
+def test_layers_stay_opened_where_others_are_trained_later(tmp_path):
     plan = make_plan(opened.twice(), 3, num_micro_batches=2)
     assert sum("/" in name for name in plan.node_names) > 4
-    model = make(OPENED["twice"], plan=plan)  # which opens the same layers again
+    plan.save(tmp_path / "plan.json")
+    model = make(OPENED["twice"], plan=tmp_path / "plan.json")  # which opens the same layers again
     assert model.plan.assignment == plan.assignment
     assert distance(in_two_phases(make(OPENED["twice"])), in_two_phases(model)) < ROUNDING
 
@@ -197,6 +199,7 @@ def drawing():
     return keras.Model(x, keras.layers.Dense(3)(opened.Pair("again")(keras.layers.Dense(6)(x))))
 
 
+@pytest.mark.slow
 def test_calls_that_draw_from_one_seed_stay_on_one_stage():
     case = evenly(Case(drawing, X, Y, regression()))
     model = make(case, num_stages=3, num_micro_batches=1)

@@ -319,6 +319,11 @@ def given():
     return keras.Model(inputs, layers.Dense(5)(x * first.bias))
 
 
+def slowly(rows, told):
+    """Leaves rows to the whole run that options tell of."""
+    return [pytest.param(*row, marks=[pytest.mark.slow] * bool(told(row[-1]))) for row in rows]
+
+
 MIXES = "odd.* mixes samples.*num_micro_batches=1"
 COUNTS = r"number of samples.*num_micro_batches=1"
 WRITES = r"odd.* writes its variable .*batches=3"
@@ -412,7 +417,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("build", "message", "options"), REFUSED)
+@pytest.mark.parametrize(("build", "message", "options"), slowly(REFUSED, lambda given: given))
 def test_what_is_no_sum_over_samples_is_refused_by_name(build, message, options):
     x = options.get("x", X)
     model = piped(build(), **{name: value for name, value in options.items() if name != "x"})
@@ -424,7 +429,7 @@ def test_what_is_no_sum_over_samples_is_refused_by_name(build, message, options)
     assert int(model.optimizer.iterations) == 0
 
 
-ONE, TWO = {"micro_batches": 1}, {"micro_batches": 1, "stages": 2}
+ONE, TWO, FOUR = {"micro_batches": 1}, {"micro_batches": 1, "stages": 2}, {"stages": 4}
 LIES = {"stages": 2, "balance": [2, 2]}
 EXACT = [
     *((own(function), X, TWO) for function in (MIXING["reversed"], *COUNTING)),
@@ -432,7 +437,7 @@ EXACT = [
     (own(one_by_one), X, TWO),
     # What treats samples apart, where they are along another dimension.
     (lambda: turned(layers.Dense(5, activation="tanh"), Watched()), TURNED, LAYERS),
-    (spectrum, X, {"stages": 4}),
+    (spectrum, X, FOUR),
     # What is said of dtypes need not be true of layers.
     (declared(lambda x: 2 * x, "int32"), X, LIES),
     (declared(lambda x: x > 0, "float64"), X, LIES),
@@ -444,7 +449,9 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(("build", "x", "options"), EXACT)
+@pytest.mark.parametrize(
+    ("build", "x", "options"), slowly(EXACT, lambda given: "balance" in given or given == FOUR)
+)
 def test_what_is_none_or_is_not_cut_is_exact(build, x, options):
     found = []
     for wrap in (compiled, functools.partial(piped, **options)):

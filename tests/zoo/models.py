@@ -404,15 +404,6 @@ def opaque_mask():
     return keras.Model(inputs, inner(x, mask=inputs[..., 0] > 0))
 
 
-class Picky(layers.Dense):
-    """A layer that nobody can look into."""
-
-    def call(self, x):
-        if x.shape[0] is not None:
-            raise ValueError("any number but that")
-        return super().call(x)
-
-
 class Doubled(keras.Model):
     """A Functional that changes what calling it does."""
 

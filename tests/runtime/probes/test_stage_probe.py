@@ -359,6 +359,10 @@ DRAWING = {
         tf.size(x) > 0, lambda: x * tf.random.uniform((), dtype=x.dtype), lambda: x
     ),
 }
+ALONG_TIME = {
+    "odd.*mixes": lambda layer, x, _: x + (layer.gain - 1) * ops.mean(x, 1, keepdims=True),
+    "odd.*number": lambda layer, x, _: layer.gain * x / ops.cast(ops.shape(x)[1], x.dtype),
+}
 COUNTING = counting, counting_in_a_branch
 ALONG, LAYERS = {"stages": 3, "balance": [2, 1, 3]}, {"stages": 4, "balance": [2, 1, 1, 3]}
 REFUSED = [
@@ -391,17 +395,8 @@ REFUSED = [
     *((own(function), DRAWS, {}) for function in DRAWING.values()),
     *((own(function), DRAWS, {"micro_batches": 1, "stages": 2}) for function in DRAWING.values()),
     *(
-        (lambda function=function: turned(Own(function)), message, {"x": TURNED} | ALONG)
-        for function, message in (
-            (
-                lambda layer, x, _: x + (layer.gain - 1) * ops.mean(x, 1, keepdims=True),
-                "odd.*mixes",
-            ),
-            (
-                lambda layer, x, _: layer.gain * x / ops.cast(ops.shape(x)[1], x.dtype),
-                "odd.*number",
-            ),
-        )
+        (lambda function=function: turned(Own(function)), told, {"x": TURNED} | ALONG)
+        for told, function in ALONG_TIME.items()
     ),
     (table_of_samples, "'odd'.*mixes samples", {"stages": 5}),
     # Gradients that plans do not expect.

@@ -158,6 +158,23 @@ class Normed(keras.optimizers.SGD):
         return super().apply([g / norm for g in grads], trainable_variables)
 
 
+class Clipped(keras.optimizers.Adam):
+    """Clips all gradients by their common norm, which few have."""
+
+    def apply(self, grads, trainable_variables=None):
+        norm = ops.sqrt(sum(ops.sum(g**2) for g in grads))
+        return super().apply([g * 1e4 / ops.maximum(norm, 1e4) for g in grads], trainable_variables)
+
+
+class Skipping(keras.optimizers.Adam):
+    """Skips what has a NaN."""
+
+    def apply(self, grads, trainable_variables=None):
+        finite = ops.all(ops.stack([ops.all(ops.isfinite(g)) for g in grads]))
+        grads = [ops.where(finite, g, ops.zeros_like(g)) for g in grads]
+        return super().apply(grads, trainable_variables)
+
+
 class Unconfigured(keras.optimizers.SGD):
     def __init__(self, needed):
         super().__init__(0.1 * needed)
@@ -170,7 +187,9 @@ def test_those_that_treat_each_weight_by_itself_may_train_and_others_are_refused
         assert optimizer is None or treats_weights_apart(optimizer)
         assert optimizer is None or not optimizer.built
     assert not treats_weights_apart(keras.optimizers.SGD(global_clipnorm=0.1))
-    with pytest.raises(ConfigurationError, match=r"Normed looks at several weights.*2 ranks"):
-        check_division(Normed(0.1), [], 2)
+    for kind in (Normed, Clipped, Skipping):
+        name = f"{kind.__name__} looks at several weights.*2 ranks"
+        with pytest.raises(ConfigurationError, match=name):
+            check_division(kind(0.1), [], 2)
     with pytest.raises(ConfigurationError, match=r"Unconfigured cannot be tried.*get_config"):
         check_division(Unconfigured(1.0), [], 2)

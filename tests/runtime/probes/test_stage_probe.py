@@ -306,10 +306,24 @@ class Centred(layers.Layer):
         return self.norm(x, training=training) - self.norm.moving_mean
 
 
+class InTraining(layers.Layer):
+    """Has a head that is called in training only."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = layers.Dense(2, kernel_initializer="identity")
+
+    def call(self, x, training=None):
+        if training:
+            self.add_loss(ops.mean(self.head(x) ** 2))
+        return x
+
+
 def bent():
-    """A layer makes weights when it first runs."""
+    """Layers make weights when they first run, or first train."""
     activation = layers.PReLU(alpha_initializer="ones")
-    return between(layers.Dense(5, activation=activation, kernel_initializer="identity"))
+    dense = layers.Dense(5, activation=activation, kernel_initializer="identity")
+    return between(dense, InTraining())
 
 
 def given():

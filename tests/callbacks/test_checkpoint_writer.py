@@ -1,4 +1,4 @@
-"""Twenty processes are killed while they write: no checkpoint is lost, none is half of one."""
+"""Processes are killed while they write: no checkpoint is lost, none is half of one."""
 
 import hashlib
 import json

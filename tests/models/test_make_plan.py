@@ -1,4 +1,4 @@
-"""What `make_plan` chooses where options are left open."""
+"""What `make_plan` chooses where options are left open, also within the memory that there is."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""Recipes: named schedules, the user's own, and all of them on one rank."""
+"""Recipes: named schedules, the user's own, and all of them on one rank; schedules as text."""
 
 import pytest
 from hypothesis import given

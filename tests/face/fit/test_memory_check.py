@@ -1,4 +1,4 @@
-"""The plan in force is that of the batch that is trained, with what loss and metrics hold."""
+"""The plan in force is that of the batch that is trained, and stages hold what it says."""
 
 import collections
 

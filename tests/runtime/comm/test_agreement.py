@@ -1,4 +1,4 @@
-"""Calls that all ranks must make: which differ is told on all ranks, and nobody waits for ever."""
+"""Calls that all ranks must make: what differs is told on all ranks, and nobody waits for ever."""
 
 import contextlib
 import inspect

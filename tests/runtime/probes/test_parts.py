@@ -1,4 +1,4 @@
-"""Losses that layers add count as in one process, sums and means alike, or are refused by name."""
+"""Added losses are sums or means, or refused by name; what losses and optimizers look at, too."""
 
 import keras
 import numpy as np

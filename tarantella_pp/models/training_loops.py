@@ -186,6 +186,7 @@ class TrainingLoops(_AnyModel):
                 validation_freq=validation_freq,
             )
         engine.share_metrics()  # of an epoch that was cut short
+        engine.check_alike()
         return history
 
     @surrounded

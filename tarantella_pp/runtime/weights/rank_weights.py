@@ -219,7 +219,10 @@ class RankWeights:
 
         Until the first step that is also a weight that another rank will train.
         """
-        known = self._used if self.clock.steps else self._used | self._constant
+        copied = self.groups.num_replicas > 1
+        known = {i for i in self._used if copied or len(self.table.rows[i].ranks) > 1}
+        if not self.clock.steps:
+            known |= self._constant
         check_alike(self.variables, self.groups.world, known.difference(self._stale()))
 
     def make_reduction(self) -> GradientReduction:

@@ -149,10 +149,16 @@ def written_on_one_rank(num_stages, rank):
     """What `fit` says of a weight that one rank alone has written, perhaps not its own."""
     model = PipelineModel(mlp(), num_stages=num_stages)
     model.compile(adamw(), "mse")
-    if world().rank == rank:
-        model.trainable_variables[0].assign(np.ones(model.trainable_variables[0].shape))
+
+    def write(*_):
+        if world().rank == rank:
+            model.trainable_variables[0].assign(np.ones(model.trainable_variables[0].shape))
+
+    if num_stages > 1:
+        write()
+    writing = [keras.callbacks.LambdaCallback(on_epoch_end=write)]
     with pytest.raises(ReplicaError) as refused:
-        model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+        model.fit(X[:8], Y[:8], batch_size=8, verbose=0, callbacks=writing)
     return str(refused.value)
 
 

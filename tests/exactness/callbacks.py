@@ -23,15 +23,16 @@ NOT_TRIED = {
     "CallbackList": "what `fit` makes of several callbacks",
 }
 
-Seen = list[Any]
 
-
-def recorder(seen: Seen) -> keras.callbacks.Callback:
-    """Notes what callbacks are told."""
-    return callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: seen.append([epoch, *map(float, logs.values())]),
-        on_train_batch_end=lambda batch, logs: seen.append([batch, *map(float, logs.values())]),
+def recorder() -> keras.callbacks.Callback:
+    """Notes what callbacks are told, in a list that it has."""
+    noted: list[Any] = []
+    made = callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: noted.append([epoch, *map(float, logs.values())]),
+        on_train_batch_end=lambda batch, logs: noted.append([batch, *map(float, logs.values())]),
     )
+    made.noted = noted
+    return made
 
 
 class Loops(callbacks.Callback):
@@ -44,36 +45,28 @@ class Loops(callbacks.Callback):
         logs["evaluated"] = self.model.evaluate(X, Y, batch_size=BATCH, verbose=0)
 
 
-# Each makes callbacks that write into a folder and note in a list what they see.
-MADE: dict[str, Callable[[Path, Seen], Any]] = {
-    "BackupAndRestore": lambda folder, seen: callbacks.BackupAndRestore(folder / "backup"),
-    "CSVLogger": lambda folder, seen: callbacks.CSVLogger(folder / "log.csv"),
-    "EarlyStopping": lambda folder, seen: callbacks.EarlyStopping(
-        "loss", min_delta=10.0, restore_best_weights=True
-    ),
-    "History": lambda folder, seen: callbacks.History(),
-    "LambdaCallback": lambda folder, seen: recorder(seen),
-    "LearningRateScheduler": lambda folder, seen: callbacks.LearningRateScheduler(
-        lambda epoch, rate: rate * 0.5
-    ),
-    "ModelCheckpoint": lambda folder, seen: callbacks.ModelCheckpoint(
-        folder / "new" / "{epoch}.keras"
-    ),
-    "OrbaxCheckpoint": lambda folder, seen: callbacks.OrbaxCheckpoint(folder / "orbax"),
-    "ProgbarLogger": lambda folder, seen: callbacks.ProgbarLogger(),
-    "ReduceLROnPlateau": lambda folder, seen: callbacks.ReduceLROnPlateau(
-        "loss", factor=0.1, patience=0, min_delta=10.0
-    ),
-    "RemoteMonitor": lambda folder, seen: callbacks.RemoteMonitor(),
-    "SwapEMAWeights": lambda folder, seen: callbacks.SwapEMAWeights(swap_on_epoch=True),
-    "TensorBoard": lambda folder, seen: callbacks.TensorBoard(
+# Each makes callbacks that may write into a folder.
+MADE: dict[str, Callable[[Path], Any]] = {
+    "BackupAndRestore": lambda folder: callbacks.BackupAndRestore(folder / "backup"),
+    "CSVLogger": lambda folder: callbacks.CSVLogger(folder / "log.csv"),
+    "EarlyStopping": lambda _: callbacks.EarlyStopping("loss", 10.0, restore_best_weights=True),
+    "History": lambda _: callbacks.History(),
+    "LambdaCallback": lambda _: recorder(),
+    "LearningRateScheduler": lambda _: callbacks.LearningRateScheduler(lambda _, rate: rate / 2),
+    "ModelCheckpoint": lambda folder: callbacks.ModelCheckpoint(folder / "new" / "{epoch}.keras"),
+    "OrbaxCheckpoint": lambda folder: callbacks.OrbaxCheckpoint(folder / "orbax"),
+    "ProgbarLogger": lambda _: callbacks.ProgbarLogger(),
+    "ReduceLROnPlateau": lambda _: callbacks.ReduceLROnPlateau("loss", 0.1, 0, min_delta=10.0),
+    "RemoteMonitor": lambda _: callbacks.RemoteMonitor(),
+    "SwapEMAWeights": lambda _: callbacks.SwapEMAWeights(swap_on_epoch=True),
+    "TensorBoard": lambda folder: callbacks.TensorBoard(
         folder / "board", histogram_freq=1, write_graph=False, update_freq=1
     ),
-    "TerminateOnNaN": lambda folder, seen: callbacks.TerminateOnNaN(),
-    "ModelCheckpoint(save_weights_only)": lambda folder, seen: callbacks.ModelCheckpoint(
+    "TerminateOnNaN": lambda _: callbacks.TerminateOnNaN(),
+    "ModelCheckpoint(save_weights_only)": lambda folder: callbacks.ModelCheckpoint(
         folder / "{epoch}.weights.h5", save_weights_only=True, save_freq=2
     ),
-    "Callback(evaluate, predict)": lambda folder, seen: [Loops(), recorder(seen)],
+    "Callback(evaluate, predict)": lambda _: [Loops(), recorder()],
 }
 ALONE = ("BackupAndRestore", "OrbaxCheckpoint", "TensorBoard")
 BATCH = EVENLY
@@ -99,14 +92,13 @@ def trial(parts: Sequence[Part]) -> Trial:
 class Fit:
     """Trains with callbacks; returns what they did, saw, sent and wrote."""
 
-    def __init__(self, makers: Sequence[Callable[[Path, Seen], Any]]) -> None:
+    def __init__(self, makers: Sequence[Callable[[Path], Any]]) -> None:
         self._makers = makers
 
     def __call__(self, model: keras.Model, case: Case) -> dict[str, Any]:
         ranks = world() if isinstance(model, PipelineModel) else Communicator()
         folder = Path(ranks.broadcast_json(tempfile.mkdtemp() if ranks.rank == 0 else None))
-        seen: Seen = []
-        made = keras.tree.flatten([make(folder, seen) for make in self._makers])
+        made = keras.tree.flatten([make(folder) for make in self._makers])
         with mock.patch("requests.post") as post:
             told = model.fit(
                 case.x, case.y, sample_weight=WEIGHTS[:SAMPLES], batch_size=BATCH, epochs=2,
@@ -115,7 +107,7 @@ class Fit:
         sent = ranks.allgather_json([call.args[1] for call in post.call_args_list])
         found = {
             "history": told.history,
-            "seen": seen,
+            "seen": [callback.noted for callback in made if hasattr(callback, "noted")],
             "sent": [list(json.loads(data["data"]).values()) for part in sent for data in part],
             "weights": [w.tolist() for w in model.get_weights()],
             "rate": float(model.optimizer.learning_rate),

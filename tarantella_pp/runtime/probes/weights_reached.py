@@ -1,4 +1,4 @@
-"""Weights that losses, metrics or regularizers read though they are not given them: by trying.
+"""Weights that losses, metrics, regularizers or constraints read past what they are given: tried.
 
 Their gradients would be lost: ranks compute losses of outputs, and regularizers of one weight each.
 """
@@ -48,13 +48,16 @@ def refuse_weights_reached(
     if metrics is not None and not all(map(made_by_keras, metrics.metrics)):
         advice = "Report what follows from weights in a callback, after `get_weights()`."
         _refuse("A metric", others(last_rank), metrics.update_state, given, advice)
-    advice = "Add what follows from both with `add_loss`, in a layer that has both."
     for weight in model.trainable_variables:
-        regularizer = weight.regularizer
-        if regularizer is not None and not made_by_keras(regularizer):
-            own = keras.KerasTensor(tuple(weight.shape), weight.dtype)
+        mine, own = table[weight], keras.KerasTensor(tuple(weight.shape), weight.dtype)
+        if (regularizer := weight.regularizer) is not None and not made_by_keras(regularizer):
+            advice = "Add what follows from both with `add_loss`, in a layer that has both."
             what = f"The regularizer of '{weight.path}'"
-            _refuse(what, others(table[weight].owner, weight), regularizer, (own,), advice)
+            _refuse(what, others(mine.owner, weight), regularizer, (own,), advice)
+        if (constraint := weight.constraint) is not None and not made_by_keras(constraint):
+            far = [r.variable for r in table.rows if r.ranks and r.trainer != mine.trainer]
+            advice = "Use num_stages=1 without shard_optimizer."
+            _refuse(f"The constraint of '{weight.path}'", far, constraint, (own,), advice)
 
 
 def _refuse(

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tarantella_pp.errors import ReplicaError, TarantellaError
+from tarantella_pp.errors import ReplicaError, TarantellaError, UnsupportedModelError
 from tarantella_pp.models.data_parallel_model import Model
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
@@ -75,6 +75,7 @@ def be_refused_and_train(folder):
     model = Model(mlp(), num_micro_batches=2)
     found["small"] = trained_in_small_batches(model)
     found["differ"] = differ()
+    found["constraint"] = [constrained(num_stages=2), constrained(shard_optimizer=True)]
     found["written"] = [written_on_one_rank(n, r) for n in (1, 2) for r in (0, 1)]
     found["coupled"] = coupled(PipelineModel(mlp(), num_stages=1, num_micro_batches=2))
     model.save(f"{folder}/m.keras")
@@ -145,6 +146,19 @@ def differ():
         return f"{type(error).__name__}: {error}"
 
 
+def constrained(num_stages=1, **options):
+    """What is said of a constraint that reads a weight which another rank trains."""
+    model = mlp()
+    weights = [weight for weight in model.trainable_variables if len(weight.shape) == 2]
+    for weight in weights:
+        weight.constraint = lambda w: w * sum(map(keras.ops.mean, weights))
+    model = PipelineModel(model, num_stages, **options)
+    model.compile(adamw(), "mse")
+    with pytest.raises(UnsupportedModelError) as refused:
+        model.train_on_batch(X, Y)
+    return str(refused.value)
+
+
 def written_on_one_rank(num_stages, rank):
     """What `fit` says of a weight that one rank alone has written, perhaps not its own."""
     model = PipelineModel(mlp(), num_stages=num_stages)
@@ -198,6 +212,7 @@ def test_small_batches_and_what_needs_all_samples(tmp_path):
     assert all(f"on rank {rank}" in first["differ"] for rank in (0, 1))
     assert "bias' is not the same" in first["differ"]
     assert "1 of " in first["differ"]
+    assert all("constraint of 'dense" in said for said in first["constraint"])
     assert all("/kernel' is not the same on all ranks" in said for said in first["written"])
     rounded, sharded = first["rounded"]
     keras.utils.set_random_seed(1)

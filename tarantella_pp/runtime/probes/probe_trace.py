@@ -339,8 +339,10 @@ class ProbeTrace:
         return added
 
     def _observe(self, call: Call, results: Sequence[Any]) -> None:
-        tensors = list(map(tf.convert_to_tensor, results))
-        axes = self._module.boundary.axes_of(call.outputs)
+        # A layer may give nothing where it says a tensor, as XLNet's does.
+        made = {t: x for t, x in zip(call.outputs, results, strict=True) if x is not None}
+        tensors = list(map(tf.convert_to_tensor, made.values()))
+        axes = self._module.boundary.axes_of(made)
         self._made.append((call, samples_first(tensors, axes)))
         if self._numbers != (numbers := _random_numbers()):
             self.drawn_by.append(call)

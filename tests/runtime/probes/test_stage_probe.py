@@ -1,6 +1,7 @@
 """What mixes samples, writes its state or draws random numbers of no one is refused by name."""
 
 import functools
+import operator
 import random
 
 import keras
@@ -613,6 +614,21 @@ def test_functions_that_read_weights_past_what_they_are_given_are_refused_by_nam
     model.compile(sgd(), reading if what == "loss" else "mse", metrics=metrics)
     with pytest.raises(UnsupportedModelError, match=f"(?i){what}.* reads weight '{name}'"):
         model.train_on_batch(X, Y)
+
+
+class GivesNone(layers.Layer):
+    """Says two tensors, and gives one, as a layer of XLNet does."""
+
+    def call(self, x):
+        return x, None
+
+    def compute_output_spec(self, x):
+        return tuple(keras.KerasTensor(x.shape, x.dtype) for _ in range(2))
+
+
+def test_what_gives_none_where_it_says_a_tensor_trains():
+    models = [between(GivesNone(), operator.itemgetter(0)) for _ in range(2)]
+    assert distance(trained(compiled(models[0])), trained(piped(models[1], stages=2))) < 1e-10
 
 
 def test_what_rounding_has_switched_once_is_no_mixing(monkeypatch):

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from tarantella_pp.errors import LaunchError, version_of
 from tarantella_pp.launch.environment import number_of
-from tarantella_pp.launch.mpi_launchers import library_version
 from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE
 
 # Whether a rank is bound to its share of the cores.
@@ -153,6 +152,8 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 
 def this_host() -> dict[str, Any]:
     """Returns versions, cores and GPUs of this host."""
+    from tarantella_pp.launch.mpi_launchers import library_version  # for doctor alone
+
     return {
         "versions": {
             "python": platform.python_version(),

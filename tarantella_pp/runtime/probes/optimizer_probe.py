@@ -47,8 +47,9 @@ def treats_weights_apart(optimizer: Any) -> bool:
 def _treats_apart(optimizer: Any, scales: Sequence[float]) -> bool:
     places = range(len(_SHAPES))
     try:
-        apart = (_trained(optimizer, own, scales) for own in (places, *([i] for i in places)))
-        whole, *parts = apart
+        whole, *parts = [
+            _trained(optimizer, own, scales) for own in (places, *([i] for i in places))
+        ]
     except Exception as error:  # whatever a class of the user's may raise
         if scales is not _SCALES[0]:
             return True  # it takes no such gradients, on any rank
@@ -63,12 +64,9 @@ def _treats_apart(optimizer: Any, scales: Sequence[float]) -> bool:
 def _trained(optimizer: Any, places: Sequence[int], scales: Sequence[float]) -> Array:
     """What some made-up weights become that a copy of the optimizer trains."""
     rng = np.random.default_rng(0)
-    values = [
-        min(1.0, scale) * rng.normal(size=s) for s, scale in zip(_SHAPES, scales, strict=True)
-    ]
-    gradients = [
-        scale * rng.normal(size=(_STEPS, *s)) for s, scale in zip(_SHAPES, scales, strict=True)
-    ]
+    sizes = [*zip(_SHAPES, scales, strict=True)]
+    values = [min(1.0, scale) * rng.normal(size=shape) for shape, scale in sizes]
+    gradients = [scale * rng.normal(size=(_STEPS, *shape)) for shape, scale in sizes]
     weights = [keras.Variable(values[place]) for place in places]
     copy = type(optimizer).from_config(optimizer.get_config())
     copy.build(weights)

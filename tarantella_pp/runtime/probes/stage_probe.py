@@ -26,6 +26,7 @@ from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.probes.metric_probe import metric_means
 from tarantella_pp.runtime.probes.parts import MEAN, SUM, Samples, alike, much_larger, opposite
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, samples_first
+from tarantella_pp.runtime.stage.graph_functions import specs_of
 from tarantella_pp.runtime.stage.side_effects import refuse_effects
 from tarantella_pp.runtime.stage.stage_module import StageModule
 
@@ -172,7 +173,7 @@ class StageProbe:
         """Refuses layers that compute otherwise where they know how many samples there are."""
         if all(made_by_keras(part) for part in sublayers(self._module.layer)[1:]):
             return
-        known = ProbeTrace(self._module, _specs(inputs), training, rows, differentiates=False)
+        known = ProbeTrace(self._module, specs_of(inputs), training, rows, differentiates=False)
         if (call := trace.first_other(known, inputs)) is not None:
             raise _mixes(call, [])
 
@@ -181,14 +182,14 @@ class StageProbe:
     ) -> ProbeTrace:
         specs = [
             tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if one else spec
-            for spec, one in zip(_specs(inputs), self._batched(rows, inputs), strict=True)
+            for spec, one in zip(specs_of(inputs), self._batched(rows, inputs), strict=True)
         ]
         try:
             return ProbeTrace(self._module, specs, training, rows)
         except UnsupportedModelError:
             raise
         except Exception as error:  # whatever a layer says that runs with this many samples only
-            trace = ProbeTrace(self._module, _specs(inputs), training, rows)
+            trace = ProbeTrace(self._module, specs_of(inputs), training, rows)
             if num_micro_batches > 1:
                 raise UnsupportedModelError(
                     "A layer runs only where it knows how many samples there are, and would have "
@@ -265,10 +266,6 @@ def _gradients_add_up(trace: ProbeTrace, samples: Samples, factors: Array, sums:
 
 def _larger(tensor: tf.Tensor) -> tf.Tensor:
     return 1.01 * tensor if tensor.dtype.is_floating else tensor
-
-
-def _specs(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
-    return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def _another(tensor: tf.Tensor) -> tf.Tensor:

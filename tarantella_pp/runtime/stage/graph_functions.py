@@ -12,6 +12,11 @@ from tarantella_pp.partition.graph.traced_costs import frontier as frontier
 from tarantella_pp.runtime.weights.slices import lookups_of
 
 
+def specs_of(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
+    """What a function that is traced for such tensors takes."""
+    return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
 class CompiledFunction:
     """A function compiled for one signature, called with flat tensors.
 

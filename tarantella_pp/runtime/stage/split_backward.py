@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, FlatGradients
+from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, FlatGradients, specs_of
 from tarantella_pp.runtime.stage.graph_split import CutError, Trace, split_graph
 from tarantella_pp.runtime.stage.stage_module import StageModule
 from tarantella_pp.runtime.weights.slices import Slices
@@ -40,7 +40,7 @@ class SplitBackward:
         self._num_back = len(trace.input_gradients)
         # Where all up to here is frozen nothing was kept, and there is nothing to compute.
         self._has_gradients = bool(trace.input_gradients or trace.weight_gradients)
-        seeds = [tf.TensorSpec(seed.shape, seed.dtype) for seed in trace.seeds]
+        seeds = specs_of(trace.seeds)
         self._signatures = [[_KEY, _FLAG, *seeds], [_KEY, *seeds], [_KEY, _FLAG]]
         self._forward = CompiledFunction(self._run_forward, [_KEY, *specs])
 

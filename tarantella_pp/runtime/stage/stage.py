@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tarantella_pp.partition.graph.calls import Call
+from tarantella_pp.runtime.stage.graph_functions import specs_of
 from tarantella_pp.runtime.stage.graph_split import CutError
 from tarantella_pp.runtime.stage.split_backward import SplitBackward
 from tarantella_pp.runtime.stage.stage_boundary import StageBoundary
@@ -180,7 +181,7 @@ class Stage:
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in training mode and keeps what backward needs."""
         if not self._first:
-            self._first = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
+            self._first = specs_of(inputs)
         kind = self._keeping if whole or self._repeating is None else self._repeating
         work = self._running[key] = kind.for_inputs(inputs, self._first)
         with self._weighed(share, training=True):

@@ -238,6 +238,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
 
     def _on_last_rank(self, what: str, path: Path, write: Callable[[Path, Any], None]) -> None:
         """Lets the last rank write a file, while the others hand it values one at a time."""
+        self._engine.check_alike()  # replicas that a loop of the user's own has let drift apart
         communicator = self._engine.communicator
         last = communicator.size - 1
         stream = ValueStream(communicator, last)

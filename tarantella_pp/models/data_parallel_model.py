@@ -235,6 +235,7 @@ class OwnStepModel(TrainingLoops):
     @collective("overwrite")
     def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
         """Saves the model as plain Keras does; all ranks must call it, the last one writes."""
+        self._engine.check_alike()
         write_on_last_rank(functools.partial(self._wrapped.save, **kwargs), filepath, overwrite)
 
     @collective("overwrite")
@@ -243,6 +244,7 @@ class OwnStepModel(TrainingLoops):
     ) -> None:
         """Saves the weights as plain Keras does; all ranks must call it, the last one writes."""
         model_validation.check_one_file(max_shard_size)
+        self._engine.check_alike()
         write_on_last_rank(self._wrapped.save_weights, filepath, overwrite)
 
     @collective("skip_mismatch", contents=lambda given: contents_of(given["filepath"]))

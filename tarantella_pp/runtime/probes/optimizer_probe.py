@@ -46,19 +46,26 @@ def treats_weights_apart(optimizer: Any) -> bool:
 
 def _treats_apart(optimizer: Any, scales: Sequence[float]) -> bool:
     places = range(len(_SHAPES))
+    found = [_tried(optimizer, own, scales) for own in (places, *([i] for i in places))]
+    errors = [isinstance(one, Exception) for one in found]
+    if not any(errors):
+        return np.allclose(found[0], np.concatenate(found[1:]), _TOLERANCE, 0.0, equal_nan=True)
+    if scales is not _SCALES[0]:  # gradients that it does not take: all at once, or one by itself?
+        return errors[0] == any(errors[1:])
+    error = next(one for one in found if isinstance(one, Exception))
+    raise ConfigurationError(
+        f"Optimizer {type(optimizer).__name__} cannot be tried out with other weights "
+        f"({type(error).__name__}: {error}), as it must be for several ranks. Make "
+        "`get_config` return what its __init__ takes, or run all stages in one process."
+    ) from error
+
+
+def _tried(optimizer: Any, places: Sequence[int], scales: Sequence[float]) -> Any:
+    """What some weights become, or what a class of the user's raises."""
     try:
-        whole, *parts = [
-            _trained(optimizer, own, scales) for own in (places, *([i] for i in places))
-        ]
-    except Exception as error:  # whatever a class of the user's may raise
-        if scales is not _SCALES[0]:
-            return True  # it takes no such gradients, on any rank
-        raise ConfigurationError(
-            f"Optimizer {type(optimizer).__name__} cannot be tried out with other weights "
-            f"({type(error).__name__}: {error}), as it must be for several ranks. Make "
-            "`get_config` return what its __init__ takes, or run all stages in one process."
-        ) from error
-    return np.allclose(whole, np.concatenate(parts), _TOLERANCE, 0.0, equal_nan=True)
+        return _trained(optimizer, places, scales)
+    except Exception as error:
+        return error
 
 
 def _trained(optimizer: Any, places: Sequence[int], scales: Sequence[float]) -> Array:

@@ -173,6 +173,8 @@ def written_on_one_rank(num_stages, rank):
     writing = [keras.callbacks.LambdaCallback(on_epoch_end=write)]
     with pytest.raises(ReplicaError) as refused:
         model.fit(X[:8], Y[:8], batch_size=8, verbose=0, callbacks=writing)
+    with pytest.raises(ReplicaError):
+        model.save_weights("never.weights.h5")
     return str(refused.value)
 
 

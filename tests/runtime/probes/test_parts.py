@@ -176,6 +176,15 @@ class Skipping(keras.optimizers.Adam):
         return super().apply(grads, trainable_variables)
 
 
+class Balking(keras.optimizers.SGD):
+    """Refuses a NaN among several gradients."""
+
+    def apply(self, grads, trainable_variables=None):
+        if len(grads) > 1 and not all(np.isfinite(g).all() for g in grads):
+            raise ValueError
+        return super().apply(grads, trainable_variables)
+
+
 class Unconfigured(keras.optimizers.SGD):
     def __init__(self, needed):
         super().__init__(0.1 * needed)
@@ -188,7 +197,7 @@ def test_those_that_treat_each_weight_by_itself_may_train_and_others_are_refused
         assert optimizer is None or treats_weights_apart(optimizer)
         assert optimizer is None or not optimizer.built
     assert not treats_weights_apart(keras.optimizers.SGD(global_clipnorm=0.1))
-    for kind in (Normed, Clipped, Skipping):
+    for kind in (Normed, Clipped, Skipping, Balking):
         name = f"{kind.__name__} looks at several weights.*2 ranks"
         with pytest.raises(ConfigurationError, match=name):
             check_division(kind(0.1), [], 2)

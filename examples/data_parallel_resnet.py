@@ -1,6 +1,6 @@
 """Trains a residual network on handwritten digits, with more samples at once on more ranks.
 
-The data are scikit-learn's 1,797 digits of 8 x 8 pixels, which come with it: nothing is downloaded.
+The data are the 1,797 digits of 8 x 8 pixels that come with the package: nothing is downloaded.
 
     python examples/data_parallel_resnet.py                         one process
     tarantella -n 2 -- examples/data_parallel_resnet.py             two replicas, twice the batch
@@ -23,10 +23,10 @@ import time
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import keras
-import numpy as np
 from keras import layers
 
 import tarantella_pp as tnt
+from tarantella_pp.demo import load_data
 
 DECAY = 1e-4
 
@@ -89,20 +89,6 @@ class WarmUpAndSteps(keras.optimizers.schedules.LearningRateSchedule):
     def get_config(self) -> dict[str, object]:
         """Returns what makes the schedule again."""
         return {name: getattr(self, name) for name in ("start", "scaled", "rising", "falls")}
-
-
-def load_data() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Returns the images, from 0 to 1, and the digits on them, for training and for testing."""
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    digits = load_digits()
-    images = (digits.images[..., np.newaxis] / 16.0).astype("float32")
-    target = digits.target.astype("int32")
-    x, x_test, y, y_test = train_test_split(
-        images, target, test_size=0.2, stratify=target, random_state=0
-    )
-    return (x, y), (x_test, y_test)
 
 
 def parse_arguments() -> argparse.Namespace:

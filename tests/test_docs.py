@@ -42,7 +42,7 @@ try:
     tnt.callbacks.Timeline
 except ImportError as error:
     print(f"{type(error).__name__}: {error}")
-for model in ("ResNet50", "examples/train_digits.py:build_model"):
+for model in ("ResNet50", "tarantella_pp.demo:build_model"):
     assert main(["plan", "make", model, "--stages", "2"]) == 1
 """
 NAMES = {"PipelineModel": "models", "make_plan": "models", "profile": "models"}
@@ -59,4 +59,4 @@ def test_a_missing_package_is_named_with_its_remedy(package: str) -> None:
         assert line.startswith(f"MissingDependencyError: tarantella_pp.{name} {needs}")
     first, second = answer.stderr.splitlines()
     assert first.startswith(f"tarantella plan: keras.applications.ResNet50 {needs}")
-    assert second.startswith(f"tarantella plan: examples/train_digits.py:build_model {needs}")
+    assert second.startswith(f"tarantella plan: tarantella_pp.demo:build_model {needs}")

@@ -18,8 +18,9 @@ from tests.helpers.training import use_float64
 
 pytestmark = pytest.mark.keras
 
-FOLDER = Path(__file__).parent.parent / "examples"
-EXAMPLES = sorted(path.name for path in FOLDER.glob("*.py"))
+ROOT = Path(__file__).parent.parent
+EXAMPLES = {path.name: path for path in sorted((ROOT / "examples").glob("*.py"))}
+EXAMPLES["demo.py"] = ROOT / "tarantella_pp" / "demo.py"
 SMALL = {
     "data_parallel_resnet.py": (
         {"filters": 4, "blocks": 1}, "--epochs 2 --warm-up 1 --batch-size 64"
@@ -28,7 +29,7 @@ SMALL = {
         {"width": 16, "blocks": 1}, "--stages 1 --steps 4 --batch-size 64 --write 2"
     ),
     "resume.py": ({"width": 8}, "--epochs 2 --directory {folder}"),
-    "train_digits.py": ({"filters": 2, "blocks": 1}, "--epochs 1 --batch-size 128"),
+    "demo.py": ({"filters": 2, "blocks": 1}, "--epochs 1 --batch-size 128"),
 }  # fmt: skip
 """Options of the model, which are those of its function, and of the command line."""
 OVERSIZED = "--width 768 --blocks 2 --steps 1 --batch-size 4 --limit 930"
@@ -36,7 +37,7 @@ OVERSIZED = "--width 768 --blocks 2 --steps 1 --batch-size 4 --limit 930"
 
 
 def loaded(name):
-    spec = importlib.util.spec_from_file_location("example", FOLDER / name)
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES[name])
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -56,9 +57,9 @@ def run_example(name, options, arguments):
     return printed.getvalue()
 
 
-def some_of(load_data, *dataset):
+def some_of(load_data):
     """As many digits as make batches of one size."""
-    return [[part[:256] for part in parts] for parts in load_data(*dataset)]
+    return [[part[:256] for part in parts] for parts in load_data()]
 
 
 def losses(printed):
@@ -88,7 +89,7 @@ def test_two_ranks_come_to_the_losses_of_one(float64, tmp_path):
     """Two stages or two replicas; the residual network has a batch that grows with the ranks."""
     shared, alone = tmp_path / "shared", tmp_path / "alone"
     first, last = mpi_run(2, on_ranks, str(shared), timeout=400).check().results
-    for name in ("hybrid_gpt.py", "train_digits.py"):
+    for name in ("hybrid_gpt.py", "demo.py"):
         assert losses(last[name])
         assert losses(last[name]) == losses(run_small(name, alone))
     assert "on 2 replicas" in last["hybrid_gpt.py"]

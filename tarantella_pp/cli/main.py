@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "make and show plans",
     "simulate": "step time, bubble and memory of a schedule",
     "checkpoint": "show, verify and convert the checkpoints of a run",
+    "demo": "train a small network on handwritten digits, on two ranks",
     "doctor": "check versions, MPI, cores and links of this host or of all in a hostfile",
 }
 # What options and files that make no sense raise; everything else is a failure.

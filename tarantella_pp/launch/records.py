@@ -31,11 +31,13 @@ _STANDARD_ERROR = 2
 _LABEL = rb"(?:\[[^\]\n]*\](?:<stderr>:)? ?|\d+: )?"
 _RECORD = _LABEL + rb"\x1e(?:\x1e+(?P<record>[^\n]*)\n?|\Z)"
 # Lines of the level INFO, which no variable turns off while TensorFlow is imported, what stands
-# above them, and a warning for each float64 operation that oneDNN has no faster one for. They may
-# begin within a line: all ranks share one pipe, and a progress bar of another rank ends no line.
+# above them, a warning for each float64 operation that oneDNN has no faster one for, and an error
+# where there is no driver of a GPU. They may begin within a line: all ranks share one pipe, and a
+# progress bar of another rank ends no line.
 _OF_TENSORFLOW = (
     _LABEL + rb"(?:I\d{4} \d\d:\d\d:[\d.]+ |WARNING: All log messages before absl::"
-    rb"|W\d{4} .* util\.cc:\d+\] Not handling type )[^\n\x1e]*\n?"
+    rb"|W\d{4} .* util\.cc:\d+\] Not handling type "
+    rb"|E\d{4} [^\n\x1e]* failed call to cuInit: [^\n\x1e]*\(303\))[^\n\x1e]*\n?"
 )
 
 

@@ -1,6 +1,7 @@
 from tarantella_pp import callbacks as callbacks
 from tarantella_pp import errors as errors
 from tarantella_pp import models as models
+from tarantella_pp.cli.call_function import run as run
 from tarantella_pp.custom_steps.distributed_optimizer import (
     DistributedOptimizer as DistributedOptimizer,
 )

@@ -88,6 +88,7 @@ def _add_shares(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the script; returns the exit code of the job."""
     from tarantella_pp.launch import environment, mpi_launchers, resources
+    from tarantella_pp.launch.processes import folder_prefix, sweep
     from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE, SIZE_VARIABLE
     from tarantella_pp.launch.run_job import JobRun
 
@@ -119,7 +120,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     quiet = environment.LOG_VARIABLE in variables and arguments.log_level in ("WARNING", "ERROR")
     job_run = JobRun(launcher, num_ranks, arguments.timeout, hosts=hosts, quiet=quiet)
-    with tempfile.TemporaryDirectory(prefix="tarantella-", ignore_cleanup_errors=True) as folder:
+    sweep()
+    prefix = f"{folder_prefix()}{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
         return job_run.run(command, given | launcher.environment(folder, arguments.remote_shell))
 
 

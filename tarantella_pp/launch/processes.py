@@ -7,7 +7,10 @@ import ctypes
 import os
 import pathlib
 import re
+import shutil
 import signal
+import socket
+import tempfile
 import time
 from collections.abc import Iterable
 
@@ -16,6 +19,8 @@ import psutil
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # In which MPICH and Open MPI share memory between the ranks of a host.
+# After which no rank can be about to read a file of Hydra, which it does as it starts.
+_STALE_SECONDS = 60.0
 _SHARED_MEMORY = re.compile(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+")  # noqa: S108
 
 
@@ -91,3 +96,21 @@ def is_alive(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def folder_prefix() -> str:
+    """What names of temporary folders of this host begin with; a process's number follows."""
+    return f"tarantella-{socket.gethostname()}-"
+
+
+def sweep() -> None:
+    """Removes what killed jobs have left in the temporary folder, which hosts may share."""
+    prefix = folder_prefix()
+    for folder in pathlib.Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        process = folder.name.removeprefix(prefix).partition("-")[0]
+        if process.isdecimal() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(folder, ignore_errors=True)
+    for file in pathlib.Path("/tmp").glob("hydra_hwloc_xmlfile_*"):  # noqa: S108 - of MPICH
+        with contextlib.suppress(OSError):
+            if time.time() - file.stat().st_mtime > _STALE_SECONDS:
+                file.unlink()

@@ -1,0 +1,157 @@
+"""`tnt.run`: calls a function on several ranks, from a notebook or any other Python process.
+
+Function and result travel through memory without a name, so that no kill leaves a file behind::
+
+    this process                                 the last of the ranks, or all
+    function, arguments   -- /proc/PID/fd/A -->  called
+    result                <-- /proc/PID/fd/B --  returned
+    cell, terminal        <-- pipes -----------  printed, as `tarantella` shows it
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import IO, Any
+
+from tarantella_pp.cli.main import main
+from tarantella_pp.errors import ConfigurationError, LaunchError, checked_count
+from tarantella_pp.launch.mpi_launchers import find_launcher
+from tarantella_pp.launch.processes import die_with_parent, sweep
+from tarantella_pp.launch.records import SIZE_VARIABLE
+
+# How long a job may take to end that is interrupted here.
+_END_SECONDS = 15.0
+_TRACEBACK = "Traceback (most recent call last)"
+
+
+def run(function: Callable[..., Any], ranks: int = 4, *args: Any) -> Any:
+    """Calls a function on several ranks of this host, and returns what the last rank returns.
+
+    It does for a cell of a notebook what `tarantella -n 4 -- train.py` does for a script: the same
+    ranks, threads and output, with one progress bar. An interrupt ends all ranks.
+
+    Args:
+        function: What each rank calls. It may be defined in a cell or in `__main__`; what it
+            refers to goes with it, so let it make its model and read its data itself.
+        ranks: Number of ranks.
+        *args: What it is called with.
+
+    Returns:
+        What the function returns on the last rank, which must be possible to pickle.
+
+    Raises:
+        ConfigurationError: If the function or an argument cannot be pickled, or this process is a
+            rank itself.
+        LaunchError: If there is no MPI, or a rank fails; the message is that of the first failure.
+
+    Example::
+
+        def train(epochs):
+            model = tnt.PipelineModel(build_model(), num_stages=2)
+            model.compile("adam", "mse")
+            return model.fit(x, y, epochs=epochs).history
+
+        history = tnt.run(train, 2, 10)
+    """
+    count = checked_count("ranks", ranks)
+    if int(os.environ.get(SIZE_VARIABLE, "1")) > 1:
+        raise ConfigurationError(
+            f"This process is one of {os.environ[SIZE_VARIABLE]} ranks already. Call "
+            f"{function!r} itself, or start the script with `python`."
+        )
+    call = _pickled(function, args)
+    find_launcher("auto")
+    with _memory(call) as given, _memory() as found:
+        numbers = [str(number) for number in (os.getpid(), count, given.fileno(), found.fileno())]
+        job = subprocess.Popen(
+            [sys.executable, "-m", __name__, *numbers],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # an interrupt comes from here, and once
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        try:
+            last_words = _shown(job)
+        except BaseException:
+            job.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.communicate(timeout=_END_SECONDS)
+            raise
+        finally:
+            job.kill()  # its ranks end with it
+            job.communicate()
+            sweep()
+        if job.returncode:
+            trace, _, line = last_words.strip().rpartition("\n")
+            raise LaunchError(f"{line.removeprefix('tarantella: ')}\n\n{trace}".strip())
+        return pickle.loads(found.read())  # noqa: S301 - our own ranks wrote it
+
+
+def _pickled(function: Any, args: tuple[Any, ...]) -> bytes:
+    import cloudpickle
+
+    if not callable(function):
+        raise ConfigurationError(f"Expected a function. Received: function={function!r}")
+    try:
+        return bytes(cloudpickle.dumps((function, args)))
+    except Exception as error:
+        raise ConfigurationError(
+            f"Function and arguments cannot be sent to ranks ({type(error).__name__}: {error}). "
+            f"Received: function={function!r}. Let it open files and make locks, generators and "
+            "whatever else belongs to a process itself."
+        ) from error
+
+
+def _memory(content: bytes = b"") -> IO[bytes]:
+    file = os.fdopen(os.memfd_create("tarantella"), "w+b")
+    file.write(content)
+    file.flush()
+    return file
+
+
+def _shown(job: subprocess.Popen[bytes]) -> str:
+    """Passes on what a job prints, as it comes; returns its last words on standard error."""
+    words, held = "", False
+    decoder = codecs.getincrementaldecoder("utf-8")
+    with selectors.DefaultSelector() as pipes:
+        for pipe, stream in ((job.stdout, sys.stdout), (job.stderr, sys.stderr)):
+            assert pipe is not None
+            pipes.register(pipe, selectors.EVENT_READ, (stream, decoder("replace")))
+        while pipes.get_map():
+            for key, _ in pipes.select():
+                stream, text = key.data
+                piece = text.decode(read := os.read(key.fd, 1 << 16), final=not read)
+                if not read:
+                    pipes.unregister(key.fileobj)
+                if stream is sys.stderr and piece:
+                    # A traceback, if it is the last, becomes an exception.
+                    held |= _TRACEBACK in piece
+                    words = words + piece if held else piece
+                if not (held and stream is sys.stderr):
+                    stream.write(piece)
+                    stream.flush()
+    job.wait()
+    if held and not job.returncode:
+        sys.stderr.write(words)
+    return words
+
+
+def _start() -> int:
+    """The job's own process, which ends when the one that has called `run` is gone."""
+    parent, ranks, given, found = sys.argv[1:]
+    die_with_parent(int(parent), signal.SIGINT)
+    paths = [f"/proc/{parent}/fd/{number}" for number in (given, found)]
+    return main(["-n", ranks, "--", "-m", "tarantella_pp.launch.called_function", *paths])
+
+
+if __name__ == "__main__":
+    sys.exit(_start())

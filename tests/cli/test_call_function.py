@@ -1,0 +1,117 @@
+"""`tnt.run`: what a function returns on ranks, and that nothing of it stays behind."""
+
+import os
+import signal
+import site
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import tarantella_pp as tnt
+from tarantella_pp.errors import ConfigurationError, LaunchError
+from tarantella_pp.launch.records import SIZE_VARIABLE
+from tests.conftest import processes_of_session
+
+pytestmark = pytest.mark.mpi
+
+
+def test_the_last_rank_returns_prints_and_fails_for_all(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    factor = 3
+
+    def product(number):
+        print(f"on rank {tnt.get_rank()}")
+        if number < 0:
+            raise ValueError(f"no such number: {number}")
+        return tnt.get_rank(), tnt.get_size(), factor * number
+
+    assert tnt.run(product, 2, 7) == (1, 2, 21)
+    assert capsys.readouterr().out == "on rank 1\n"
+    with pytest.raises(LaunchError, match=r"(?s)^rank \d of 2.*ValueError: no such.*Traceback"):
+        tnt.run(product, 2, -1)
+    with pytest.raises(LaunchError, match="cannot pickle"):
+        tnt.run(threading.Lock, 1)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((print, 0), "ranks=0"),
+        ((print, "2"), "ranks='2'"),
+        ((3,), "function=3"),
+        ((print, 2, threading.Lock()), "cannot be sent to ranks.*lock"),
+    ],
+)
+def test_what_cannot_be_called_is_refused_before_anything_starts(arguments, message, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(ConfigurationError, match=message):
+        tnt.run(*arguments)
+
+
+def test_it_needs_mpi_and_is_not_for_ranks(monkeypatch):
+    monkeypatch.setenv(SIZE_VARIABLE, "2")
+    with pytest.raises(ConfigurationError, match="one of 2 ranks already"):
+        tnt.run(print)
+    monkeypatch.delenv(SIZE_VARIABLE)
+    monkeypatch.setenv("PATH", "")
+    for name in ("exec_prefix", "base_prefix"):
+        monkeypatch.setattr(sys, name, "/nowhere")
+    monkeypatch.setattr(site, "ENABLE_USER_SITE", False)
+    with pytest.raises(LaunchError, match="mpiexec"):
+        tnt.run(print)
+
+
+CALLS = """
+import time
+import tarantella_pp as tnt
+
+def wait():
+    tnt.barrier()
+    print("up", flush=True)
+    time.sleep(60)
+
+tnt.run(wait, 2)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_caller_leaves_nothing_behind(number, tmp_path):
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLS],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert caller.stdout.readline() == b"up\n"
+        assert len(processes_of_session()) > 3
+        caller.send_signal(number)
+        assert caller.wait(20) != 0
+        end = time.monotonic() + 20
+        while processes_of_session() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not processes_of_session()
+        assert not [*tmp_path.iterdir()]
+    finally:
+        caller.kill()
+
+
+@pytest.mark.slow
+def test_cells_of_a_notebook(tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    cells = [
+        "import tarantella_pp as tnt\nrate = 0.5",
+        "def train(x):\n    print('training on', tnt.get_size())\n    return rate * x",
+        "tnt.run(train, 2, 5)",
+        "try:\n    tnt.run(lambda: 1 / 0, 2)\nexcept Exception as error:\n    print(error)",
+    ]
+    book = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)])
+    nbclient.NotebookClient(book, timeout=120, resources={"metadata": {"path": tmp_path}}).execute()
+    printed, result = book.cells[2].outputs
+    assert (printed["name"], printed["text"]) == ("stdout", "training on 2\n")
+    assert result["data"]["text/plain"] == "2.5"
+    assert "ZeroDivisionError" in book.cells[3].outputs[0]["text"].splitlines()[0]

@@ -1,9 +1,12 @@
-"""`tarantella plan`: makes and shows plans."""
+"""`tarantella plan`: makes, shows and exports plans."""
 
 from __future__ import annotations
 
 import argparse
+import csv
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +14,8 @@ from tarantella_pp.cli import inputs
 from tarantella_pp.cli.inputs import positive_int
 from tarantella_pp.cli.output import add_subcommands, check_target, write_table
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.files import replace_file
+from tarantella_pp.schedule.actions import Compute
 
 if TYPE_CHECKING:
     from tarantella_pp.partition.plan.plan import Plan
@@ -22,13 +27,18 @@ _NO_OPTIONS = ("run", "model", "output", "html", "json")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `tarantella plan` and their options."""
-    make, show = add_subcommands(
+    make, show, export = add_subcommands(
         parser,
         make=(_make, "plan the stages of a model or of a graph"),
         show=(_show, "print the table of a plan"),
+        export=(_export, "write the schedule and the split of a plan for others"),
     )
     _add_make(make)
-    show.add_argument("plan", metavar="PLAN", help="the plan's JSON file")
+    for subcommand in (show, export):
+        subcommand.add_argument("plan", metavar="PLAN", help="the plan's JSON file")
+    export.add_argument("--to", choices=("torchtitan",), required=True,
+        help="for whom: PLAN.csv is a schedule in torch.distributed.pipelining's format, "
+        "PLAN.modules.json has the names of each stage's modules")  # fmt: skip
     for subcommand in (make, show):
         subcommand.add_argument("--html", metavar="FILE",
             help="write a page with stages, memory, timeline and operations, which needs no "
@@ -121,6 +131,59 @@ def _make(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     check_target("--html", arguments.html)
     return _write(inputs.load_plan(arguments.plan), arguments)
+
+
+# Our computations as torch.distributed.pipelining calls them.
+_IN_TORCH = {"F": "F", "B": "I", "W": "W", "BW": "B"}
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    plan = inputs.load_plan(arguments.plan)
+    for problem in _without_words(plan):
+        raise ConfigurationError(
+            f"torchtitan has no words for this plan: {problem}. Received: '{arguments.plan}'"
+        )
+    schedule = plan.schedule_spec().make(plan.num_micro_batches)
+    rows = [
+        [f"{a.stage}{_IN_TORCH[a.kind]}{a.micro_batch}" for a in own if isinstance(a, Compute)]
+        for own in schedule.actions
+    ]
+    modules: list[list[str]] = [[] for _ in plan.stages]
+    for name, stage in zip(plan.node_names, plan.assignment, strict=True):
+        modules[stage].append(name)
+    table = Path(arguments.plan).with_suffix(".csv")
+    names = table.with_suffix(".modules.json")
+
+    def write_table(draft: Path) -> None:
+        with draft.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
+
+    replace_file(table, write_table)
+    replace_file(names, lambda draft: draft.write_text(f"{json.dumps(modules, indent=1)}\n"))
+    settings = {
+        "pipeline_parallel_degree": schedule.num_ranks,
+        "pipeline_parallel_schedule_csv": f'"{table}"',
+        "pipeline_parallel_microbatch_size": -(-plan.batch_size // plan.num_micro_batches),
+        "module_fqns_per_model_part": f"the lists in {names}",
+    }
+    lines = "".join(f"{name} = {value}\n" for name, value in settings.items())
+    sys.stdout.write(f"Wrote {table} and {names}. In torchtitan, under [parallelism]:\n\n{lines}")
+    return 0
+
+
+def _without_words(plan: Plan) -> Iterator[str]:
+    """What of a plan PyTorch's pipelines cannot do."""
+    spec = plan.schedule_spec()
+    for stage, rank in enumerate(spec.placement):
+        if rank != (there := stage % spec.num_ranks):
+            yield f"schedule {plan.schedule} has stage {stage} on rank {rank}, not on rank {there}"
+    for source, target in sorted(plan.links):
+        if target != source + 1:
+            yield f"stage {source} sends to stage {target}, past its neighbour"
+    for tie in plan.ties:
+        yield f"stages {', '.join(map(str, tie.stages))} share '{tie.weight}'"
+    if plan.repeated_stages:
+        yield "stages repeat their forward pass; use --recompute none, and its own checkpointing"
 
 
 def _write(plan: Plan, arguments: argparse.Namespace) -> int:

@@ -140,3 +140,61 @@ def test_a_reader_that_leaves_early_is_no_error(plan_file) -> None:
     finally:
         process.kill()
         process.stderr.close()
+
+
+RANKS = {"gpipe": 4, "1f1b": 4, "interleaved": 2, "zb-h1": 4}
+
+
+@pytest.fixture
+def exported(command, plan_file):
+    """The rows of a schedule for torchtitan, and the modules of each stage."""
+
+    def export(schedule):
+        ranks = tuple(stage % RANKS[schedule] for stage in range(4))
+        path = plan_file([0, 0, 1, 2, 2, 3], schedule=schedule, num_micro_batches=4, ranks=ranks)
+        assert command("plan", "export", "--to", "torchtitan", path) == 0
+        rows = [line.split(",") for line in path.with_suffix(".csv").read_text().splitlines()]
+        return rows, json.loads(path.with_suffix(".modules.json").read_text())
+
+    return export
+
+
+@pytest.mark.parametrize("schedule", RANKS)
+def test_export_gives_torchtitan_the_schedule_and_the_split(command, exported, schedule) -> None:
+    rows, modules = exported(schedule)
+    assert f"pipeline_parallel_degree = {RANKS[schedule]}\n" in command.stdout
+    assert [len(names) for names in modules] == [2, 1, 2, 1]
+    assert len(rows) == RANKS[schedule]
+    for rank, row in enumerate(rows):
+        found = set(row)
+        for action in [action for action in found if "B" in action and schedule == "zb-h1"]:
+            found = found - {action} | {action.replace("B", "I"), action.replace("B", "W")}
+        kinds = "FIW" if schedule == "zb-h1" else "FB"
+        stages = range(rank, 4, len(rows))
+        assert found == {
+            f"{stage}{kind}{i}" for stage in stages for kind in kinds for i in range(4)
+        }
+
+
+@pytest.mark.parametrize("schedule", RANKS)
+def test_torch_reads_an_exported_schedule(exported, schedule) -> None:
+    torch = pytest.importorskip("torch.distributed.pipelining.schedules")
+    rows, _ = exported(schedule)
+    read = {rank: [torch._Action.from_str(a) for a in row] for rank, row in enumerate(rows)}
+    assert [[str(action) for action in row] for row in read.values()] == rows
+    # It adds the messages, or finds that ranks would wait for each other.
+    whole = torch._add_send_recv(read, lambda stage: stage % RANKS[schedule], num_stages=4)
+    assert sum("SEND" in str(action) for row in whole.values() for action in row) == 2 * 3 * 4
+
+
+def test_export_refuses_what_torchtitan_has_no_words_for(command, plan_file) -> None:
+    for assignment, options, words in (
+        ([0, 1, 2, 3], {"schedule": "zb-v"}, "schedule zb-v has stage 2 on rank 1, not on rank 0"),
+        ([0, 1], {"recompute": (0,)}, "--recompute none"),
+    ):
+        path = plan_file(assignment, num_micro_batches=4, **options)
+        told = command.fails(2, "plan", "export", "--to", "torchtitan", path)
+        assert "torchtitan has no words for this plan" in told
+        assert words in told
+        assert not path.with_suffix(".csv").exists()
+    assert "invalid choice: 'jax'" in command.fails(2, "plan", "export", "--to", "jax", path)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import io
+import json
 import re
 import signal
 import sys
@@ -11,6 +12,8 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import nbclient
+import nbformat
 import pytest
 
 from tests.helpers.mpi import mpi_run
@@ -81,6 +84,27 @@ def test_it_says_how_to_be_called(name):
     with pytest.raises(SystemExit) as end:
         run_example(name, {}, "--help")
     assert end.value.code == 0
+
+
+SHORT = {"EPOCHS = 15": "EPOCHS = 1", '"ResNet50", 20': '"MobileNet", 3'}
+"""What notebooks say, and what makes them take seconds."""
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda p: p.stem)
+def test_a_notebook_runs_to_its_end(path, tmp_path):
+    text = path.read_text(encoding="utf-8")
+    for said, short in SHORT.items():
+        text = text.replace(json.dumps(said)[1:-1], json.dumps(short)[1:-1])
+    assert text != path.read_text(encoding="utf-8")
+    book = nbformat.reads(text, as_version=4)
+    nbclient.NotebookClient(book, timeout=200, resources={"metadata": {"path": tmp_path}}).execute()
+    assert any(
+        "text/html" in output.get("data", {})
+        for cell in book.cells
+        for output in cell.get("outputs", ())
+    )
 
 
 @pytest.mark.slow

@@ -86,6 +86,9 @@ def test_the_version_is_that_of_the_project_file_and_of_the_change_log():
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert re.search(rf"^## \[{re.escape(project['version'])}\]", change_log, re.MULTILINE)
     assert f"version: {project['version']}\n" in citation
+    recipe = (ROOT / "packaging" / "recipe.yaml").read_text(encoding="utf-8")
+    assert f'version: "{project["version"]}"\n' in recipe
+    assert [*(ROOT / "packaging").glob(f"tarantella_pp-{project['version']}-*.eb")]
 
 
 def test_type_checkers_know_every_public_name():

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 
+import nbclient
+import nbformat
 import pytest
 
 import tarantella_pp as tnt
@@ -102,7 +104,6 @@ def test_a_killed_caller_leaves_nothing_behind(number, tmp_path):
 
 @pytest.mark.slow
 def test_cells_of_a_notebook(tmp_path):
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     cells = [
         "import tarantella_pp as tnt\nrate = 0.5",
         "def train(x):\n    print('training on', tnt.get_size())\n    return rate * x",

@@ -77,7 +77,11 @@ def run(function: Callable[..., Any], ranks: int = 4, *args: Any) -> Any:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # an interrupt comes from here, and once
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "TNT_TERMINAL": "01"[sys.stdout.isatty() or "ipykernel" in sys.modules],
+            },
         )
         try:
             last_words = _shown(job)
@@ -93,7 +97,9 @@ def run(function: Callable[..., Any], ranks: int = 4, *args: Any) -> Any:
         if job.returncode:
             trace, _, line = last_words.strip().rpartition("\n")
             raise LaunchError(f"{line.removeprefix('tarantella: ')}\n\n{trace}".strip())
-        return pickle.loads(found.read())  # noqa: S301 - our own ranks wrote it
+        if not (result := found.read()):
+            raise LaunchError("The last rank has ended before the function returned (sys.exit?).")
+        return pickle.loads(result)  # noqa: S301 - our own ranks wrote it
 
 
 def _pickled(function: Any, args: tuple[Any, ...]) -> bytes:

@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         launcher.environment("", arguments.remote_shell)
         _show(command, hosts, variables, exported)
         return 0
-    quiet = environment.LOG_VARIABLE in variables and arguments.log_level in ("WARNING", "ERROR")
+    quiet = given[environment.LOG_VARIABLE] != "0" and arguments.log_level in ("WARNING", "ERROR")
     job_run = JobRun(launcher, num_ranks, arguments.timeout, hosts=hosts, quiet=quiet)
     sweep()
     prefix = f"{folder_prefix()}{os.getpid()}-"
@@ -161,6 +161,7 @@ def _variables(
         resources.RANKS_VARIABLE: str(per_node),
         resources.BIND_VARIABLE: "" if arguments.bind == "none" else "cores",
         environment.LOG_ALL_VARIABLE: "1" if arguments.log_on_all_devices else "0",
+        "TNT_TERMINAL": os.environ.get("TNT_TERMINAL", "01"[sys.stdout.isatty()]),
     }
     if arguments.share_gpus:
         variables[resources.SHARE_VARIABLE] = "1"

@@ -38,7 +38,16 @@ from tarantella_pp.runtime.engine import predict_function, step_function
 _METHODS = (
     "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "compile",
 )  # fmt: skip
+# What the launcher says of its own output: "0" where that is a file.
+_TERMINAL = "TNT_TERMINAL"
 _DATA = ("x", "y", "sample_weight", "validation_data", "class_weight")
+
+
+def _shown_by(engine: Any, verbose: str | int) -> str | int:
+    """What this rank shows: one of them a bar, or in a file a line for each epoch."""
+    if engine.prints and verbose == "auto" and os.environ.get(_TERMINAL) == "0":
+        return 2
+    return verbose if engine.prints else 0
 
 
 def surrounded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,7 +186,7 @@ class TrainingLoops(_AnyModel):
                 self,
                 train,
                 epochs=epochs,
-                verbose=verbose if engine.prints else 0,
+                verbose=_shown_by(engine, verbose),
                 callbacks=callbacks,
                 validation_data=validation,
                 initial_epoch=initial_epoch,
@@ -211,7 +220,7 @@ class TrainingLoops(_AnyModel):
         logs = keras.Model.evaluate(
             self,
             x,
-            verbose=verbose if engine.prints else 0,
+            verbose=_shown_by(engine, verbose),
             steps=steps,
             callbacks=callbacks,
             return_dict=return_dict,
@@ -235,7 +244,7 @@ class TrainingLoops(_AnyModel):
         return keras.Model.predict(
             self,
             shared_adapter(engine, x, None, None, batch_size, steps),
-            verbose=verbose if engine.prints else 0,
+            verbose=_shown_by(engine, verbose),
             steps=steps,
             callbacks=callbacks_of_rank(callbacks, self, engine.communicator),
         )

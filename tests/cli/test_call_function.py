@@ -36,6 +36,8 @@ def test_the_last_rank_returns_prints_and_fails_for_all(capsys, monkeypatch, tmp
         tnt.run(product, 2, -1)
     with pytest.raises(LaunchError, match="cannot pickle"):
         tnt.run(threading.Lock, 1)
+    with pytest.raises(LaunchError, match="before the function returned"):
+        tnt.run(sys.exit, 2)
     assert not [*tmp_path.iterdir()]
 
 

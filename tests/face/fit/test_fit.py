@@ -354,3 +354,14 @@ def test_a_callback_that_stops_training_and_the_progress_bar(capsys):
     assert len(history["loss"]) == 2
     printed = capsys.readouterr().out
     assert printed.count("Epoch ") == printed.count("3/3 - ") == 2
+
+
+def test_a_file_gets_a_line_for_each_epoch_and_a_terminal_a_bar(monkeypatch, capsys):
+    model = shared_mlp(**CUT)
+    for terminal, backs in (("0", False), ("1", True)):
+        monkeypatch.setenv("TNT_TERMINAL", terminal)
+        model.fit(X[:8], Y[:8], batch_size=4, epochs=2)
+        shown = capsys.readouterr().out
+        assert shown.count("Epoch") == 2
+        assert ("\b" in shown) == backs
+        assert "loss: " in shown

@@ -188,9 +188,7 @@ class Lockstep(keras.callbacks.Callback):
         """Takes the votes of the last step, which come too late."""
         self._count()
 
-    def on_predict_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Takes the votes of the last step, which come too late."""
-        self._count()
+    on_predict_end = on_test_end
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Agrees with the other ranks whether this epoch was the last; all come here together."""

@@ -157,7 +157,8 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
             continue
         if found is None or _is_better(finer, found, options):
             found = finer
-        if _is_even(found, options):
+        costs = _stage_costs(found, options)
+        if max(costs) * found.num_stages <= EVEN * sum(costs):
             return found
     whole = tuple(f"'{name}' {why}" for name, why in extracted.kept_whole.items())
     if found is not None:
@@ -180,11 +181,6 @@ def _levels(extracted: ExtractedModel | NamedGraph, options: PlanOptions) -> lis
         return []
     wanted = [math.ceil(math.log2(parts * stages)) for parts in PARTS]
     return [level for level in wanted if level in extracted.levels]
-
-
-def _is_even(plan: Plan, options: PlanOptions) -> bool:
-    costs = _stage_costs(plan, options)
-    return max(costs) * plan.num_stages <= EVEN * sum(costs)
 
 
 def _is_better(finer: Plan, plan: Plan, options: PlanOptions) -> bool:

@@ -16,7 +16,7 @@ from tarantella_pp.partition.plan.plan_simulation import searched
 from tarantella_pp.partition.plan.stage_costs import ways_to_less_memory, with_batch
 from tarantella_pp.runtime.comm.machine import memory_of_each_rank
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
-from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason
+from tarantella_pp.runtime.probes.loss_probe import loss_kinds
 from tarantella_pp.runtime.stage.stage_boundary import StageEdge
 from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, validate
 
@@ -105,12 +105,12 @@ class MemoryCheck:
 
     def expected(self, loss: Any, has_metrics: bool) -> Plan:
         """The plan before the first batch, which may show that metrics need all of it."""
-        at_once = whole_batch_reason(loss, self._extracted)
+        at_once = loss_kinds(loss, self._extracted).reason
         return self._of(self._plan.batch_size, OutputUse(at_once, None, has_metrics))
 
     def refuse_compilation(self, loss: Any, has_metrics: bool) -> None:
         """Refuses loss and metrics that do not fit the schedule, or the batch size of the plan."""
-        at_once = whole_batch_reason(loss, self._extracted)
+        at_once = loss_kinds(loss, self._extracted).reason
         if at_once is not None:
             self._check_schedule(at_once)
         if self._plan.limits is not None:
@@ -144,10 +144,6 @@ class MemoryCheck:
         if plan.limits is None and rows > self._plan.batch_size:
             self._compare(plan, memory_of_each_rank(self._groups.world, gpu_in_use()))
         self.largest = plan
-
-    def forget(self) -> None:
-        """Begins anew: loss and metrics are others."""
-        self.largest = None
 
     def _of(self, batch_size: int, outputs: OutputUse) -> Plan:
         """The plan for a batch whose outputs are used so."""

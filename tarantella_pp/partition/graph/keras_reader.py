@@ -11,6 +11,7 @@ from unittest import mock
 
 import keras
 
+from tarantella_pp.cause import describe
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.functional import (
     build_late,
@@ -122,7 +123,14 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
         return model
     readings: dict[int, ExtractedModel] = {}
     network = _supported_network(model)
-    build_late(model, inputs_struct(network))
+    try:
+        build_late(model, inputs_struct(network))
+    except Exception as error:  # of code that needs values, or sizes that are not known
+        raise UnsupportedModelError(
+            f"Model '{model.name}' has layers that are not built, and cannot be called on its "
+            f"inputs without data: {describe(error)}. Call it on some samples before it is "
+            "wrapped, or give the sizes that it needs in keras.Input(shape)."
+        ) from error
     looked = Looked(network, assumed_size, knows_no_training=not takes_training(model))
     readings[0] = _Reader(model, looked, None).extracted(readings)
     return readings[0]

@@ -21,7 +21,10 @@ def opened_inputs(node: Any, given: list[Tensor]) -> list[Any] | None:
     """Says how to open a call of a nested model."""
     model = node.operation
     network = network_of(model)
-    if network is None or not is_plain_call(model) or not _same_weights_inside(model, network):
+    if network is None or not is_plain_call(model):
+        return None
+    # Variables read inside must have the dtype that they would have outside.
+    if model.compute_dtype != model.variable_dtype and reads_variables(network):
         return None
     args, kwargs = node.arguments.args, dict(node.arguments.kwargs)
     kwargs.pop("training", None)  # the run's own `training` goes before it, as in Keras
@@ -66,8 +69,3 @@ def _fits(given: Tensor, inner: Any) -> bool:
         and len(given.shape) == len(inner.shape)
         and not (inner.sparse or inner.ragged)
     )
-
-
-def _same_weights_inside(model: Any, network: Any) -> bool:
-    """Returns whether variables read inside the model have the dtype they would have outside."""
-    return bool(model.compute_dtype == model.variable_dtype or not reads_variables(network))

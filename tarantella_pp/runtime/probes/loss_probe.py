@@ -45,11 +45,6 @@ class LossKinds(NamedTuple):
     kinds: Sequence[str]
 
 
-def whole_batch_reason(compiled: Any, extracted: ExtractedModel, y: Any = None) -> str | None:
-    """Why the loss of a batch is not the sum of what its micro-batches contribute."""
-    return loss_kinds(compiled, extracted, y).reason
-
-
 def loss_kinds(compiled: Any, extracted: ExtractedModel, y: Any = None) -> LossKinds:
     """Tries all losses of a model; `y` describes the targets if they are known."""
     if compiled is None:
@@ -168,10 +163,18 @@ def _kinds(loss: Any, data: Sequence[tuple[Array, Array]]) -> Iterator[frozenset
     value, follows = function.outputs[0], following(function.graph, function.inputs[:2])
     used = uses_of_sums([value], follows) if value.shape.rank else [nonlinear([value], follows)]
     # It draws random numbers or counts its calls; or samples may see each other with other data.
-    if any(effects_of(function.graph.as_graph_def())) or any(used):
+    mixes = any(effects_of(function.graph.as_graph_def())) or any(used)
+    if mixes or (_config_of(loss) is None and _counts(values, function, data[0])):
         yield frozenset()
         return
     yield from (kinds for pair in data if (kinds := _kinds_with(probe, *pair)) is not None)
+
+
+def _counts(values: Any, function: Any, data: tuple[Array, Array]) -> bool:
+    """Whether a loss computes otherwise where it knows how many samples there are."""
+    known, given = tf.function(values, autograph=False), _samples(*data).tensors
+    pairs = zip(function(*given), known(*given), strict=True)
+    return not all(np.allclose(one, other, equal_nan=True) for one, other in pairs)
 
 
 def _kinds_with(probe: PartsProbe, y: Array, y_pred: Array) -> frozenset[str] | None:

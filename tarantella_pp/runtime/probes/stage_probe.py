@@ -27,7 +27,7 @@ from tarantella_pp.runtime.probes.metric_probe import metric_means
 from tarantella_pp.runtime.probes.parts import MEAN, SUM, Samples, alike, much_larger, opposite
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, samples_first
 from tarantella_pp.runtime.stage.graph_functions import specs_of
-from tarantella_pp.runtime.stage.side_effects import refuse_effects
+from tarantella_pp.runtime.stage.side_effects import place_of, refuse_effects
 from tarantella_pp.runtime.stage.stage_module import StageModule
 
 # Samples to try a stage out with, of following micro-batches too; else the same ones once more.
@@ -80,7 +80,7 @@ class StageProbe:
                 "something else. Draw them with keras.random and a SeedGenerator of its own."
             )
         if training:
-            self._refuse_lost(trace)
+            self._refuse_lost(trace, num_micro_batches > self._num_replicas)
             self._find_late(trace, num_micro_batches)
         if num_micro_batches > 1:
             samples = self._enough(rows, first, following())
@@ -107,8 +107,16 @@ class StageProbe:
             self._factors[key] = tf.constant(np.maximum(kinds, share), keras.config.floatx())
         return self._factors[key]
 
-    def _refuse_lost(self, trace: ProbeTrace) -> None:
-        """Refuses weights whose gradient would be lost."""
+    def _refuse_lost(self, trace: ProbeTrace, several: bool) -> None:
+        """Refuses weights whose gradient would be lost, where there are several micro-batches."""
+        for op in trace.function.graph.get_operations() if several else ():
+            # What its gradient needs TensorFlow keeps of the last run alone.
+            if op.type == "EagerPyFunc" in [other.type for other in op.control_inputs]:
+                raise UnsupportedModelError(
+                    f"{place_of(op.name, self._module.layer)} calls tf.py_function, which has "
+                    "gradients of the last micro-batch alone. Use num_micro_batches=1, or "
+                    "tf.numpy_function within tf.custom_gradient."
+                )
         for call in trace.cut_off:
             raise UnsupportedModelError(
                 f"The gradient of '{call.name}' would not reach the layers before it: its output, "
@@ -119,14 +127,12 @@ class StageProbe:
         read = {id(variable) for variable in trace.function.graph.variables}
         for weight in self._others():
             if id(weight.value) in read:
-                lost, instead = "new values", "Call the layer itself."
-                if weight.trainable:
-                    lost = "gradient"
-                    instead = "Call the layer itself, make one layer of both, or use num_stages=1."
+                lost = "gradient" if weight.trainable else "new values"
                 raise UnsupportedModelError(
                     f"Stage {self._module.boundary.index} reads weight '{weight.path}', whose "
-                    "layer is in another stage: a Lambda or a layer reads it past that layer, so "
-                    f"its {lost} would be lost. {instead}"
+                    "layer is in another stage: a Lambda, a layer or keras.remat (instead of "
+                    f"which there is recompute=True) reads it past that layer, so its {lost} would "
+                    "be lost. Call the layer itself, make one layer of both, or use num_stages=1."
                 )
 
     def _find_late(self, trace: ProbeTrace, num_micro_batches: int) -> None:

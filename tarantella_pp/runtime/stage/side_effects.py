@@ -41,7 +41,7 @@ def refuse_effects(function: Any, layer: Any, num_micro_batches: int, plain: boo
         handle = None if effect.argument is None else id(handles.get(effect.argument))
         if handle in allowed:
             continue
-        place = _place(effect.operation, layer)
+        place = place_of(effect.operation, layer)
         if handle is None or handle == shared:
             if num_micro_batches > 1 or not plain:
                 raise UnsupportedModelError(
@@ -130,7 +130,7 @@ def _origin(name: str, made: Mapping[str, Any]) -> str:
     return name
 
 
-def _place(operation: str, layer: Any) -> str:
+def place_of(operation: str, layer: Any) -> str:
     """The innermost layer in whose scope an operation is."""
     names = {part.name for part in sublayers(layer) if part is not layer}
     for scope in reversed(operation.split("/")):

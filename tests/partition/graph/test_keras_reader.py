@@ -176,6 +176,12 @@ def string():
     return keras.Model(inputs, layers.StringLookup(vocabulary=["a"])(inputs))
 
 
+def step_by_step():
+    inputs = keras.Input((3,))
+    x = layers.Dense(3, activation=layers.PReLU())(inputs)
+    return keras.Model(inputs, layers.Lambda(lambda x: len(range(ops.shape(x)[0])) * x, (3,))(x))
+
+
 def optional():
     a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b", optional=True)
 
@@ -204,6 +210,7 @@ def overriding():
         (sparse, "sparse.*Make it dense"),
         (string, "string.*data pipeline"),
         (optional, "'b' is optional"),
+        (step_by_step, "as an integer.*Call it on some samples before"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_a_remedy(build, message):

@@ -136,12 +136,18 @@ def test_losses_that_are_neither_are_refused_by_name(name):
     assert distance(before, model.get_weights()) == 0
 
 
-def test_options_count_that_a_configuration_leaves_out():
+class Counting(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return ops.mean(y_true - y_pred, -1) * (y_true.shape[0] or 1)
+
+
+def test_losses_are_tried_with_all_their_options_and_with_a_known_number_of_samples():
     losses = [keras.losses.CosineSimilarity(axis=axis) for axis in (-1, 0)]
     assert losses[0].get_config() == losses[1].get_config()
     along, across = (value_kinds(loss, (None, 3)) for loss in losses)
     assert ROWS in (along or ())
     assert not across  # it looks at several samples
+    assert value_kinds(Counting(), (None, 3)) == frozenset()
 
 
 class Halved(keras.optimizers.Adam):

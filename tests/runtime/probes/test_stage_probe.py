@@ -140,6 +140,10 @@ def counting(layer, x, training):
     return layer.gain * x
 
 
+def through_python(layer, x, _):
+    return tf.ensure_shape(tf.py_function(tf.sin, [layer.gain * x], x.dtype), x.shape)
+
+
 def counting_in_a_branch(layer, x, training):
     def count():
         layer.count.assign_add(1.0)
@@ -397,6 +401,7 @@ REFUSED = [
     ),
     (own(one_by_one), r"how many samples there are.*layer 'odd'", {}),
     (own(clipped_on_the_way_back), "mixes samples", {}),
+    (own(through_python), "'odd' calls tf.py_function", {}),
     (shifted_by_operations, r"'mean(_\d+)?' \(Mean\) mixes samples", {}),
     *(
         (lambda function=function: between(DROP(), Own(function)), WRITES, {})

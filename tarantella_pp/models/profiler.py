@@ -75,7 +75,9 @@ def profile(
     extracted = extract(model)
     checked_count("repeats", repeats)
     given = _inputs(extracted, batch)
-    rows, threads = int(given[0].shape[0]), _threads()
+    rows, threads = int(given[0].shape[0]), tf.config.threading.get_intra_op_parallelism_threads()
+    threads = threads or int(os.environ.get("TF_NUM_INTRAOP_THREADS", 0))
+    threads = threads or len(os.sched_getaffinity(0))
     key = (extracted.graph.fingerprint(), rows, threads)
     measured = _KNOWN.get(key)
     if measured is None and cache is not None and Path(cache).exists():
@@ -92,11 +94,6 @@ def profile(
         measured.save(cache)
     _KNOWN[key] = measured
     return measured
-
-
-def _threads() -> int:
-    given = tf.config.threading.get_intra_op_parallelism_threads()
-    return int(given or os.environ.get("TF_NUM_INTRAOP_THREADS") or len(os.sched_getaffinity(0)))
 
 
 def _inputs(extracted: ExtractedModel, batch: Any) -> list[tf.Tensor]:

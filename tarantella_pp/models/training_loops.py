@@ -158,7 +158,7 @@ class TrainingLoops(_AnyModel):
         engine = self._engine
         callbacks = with_trace(callbacks, self, os.environ)
         engine.record(None)
-        engine.weights.check_alike()
+        engine.check_alike()
 
         def find() -> list[GivenData | None]:
             data, held_out = (x, y, sample_weight), validation_data
@@ -194,8 +194,8 @@ class TrainingLoops(_AnyModel):
                 validation_steps=validation_steps,
                 validation_freq=validation_freq,
             )
-        engine.shared_logs.share_metrics()  # of an epoch that was cut short
-        engine.weights.check_alike()
+        engine.share_metrics()  # of an epoch that was cut short
+        engine.check_alike()
         return history
 
     @surrounded
@@ -226,7 +226,7 @@ class TrainingLoops(_AnyModel):
             return_dict=return_dict,
             **kwargs,
         )
-        engine.shared_logs.share_metrics()
+        engine.share_metrics()
         return logs
 
     @surrounded

@@ -96,7 +96,7 @@ class FeedAdapter(DataAdapter):
 
     def on_epoch_end(self) -> None:
         """Gives every rank the state of all metrics, and passes the hook on to the user's data."""
-        self._engine.shared_logs.share_metrics()
+        self._engine.share_metrics()
         if self._adapter is not None:
             self._adapter.on_epoch_end()
 

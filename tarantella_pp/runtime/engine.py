@@ -129,7 +129,7 @@ class Engine:
             with self._exchange(TIES, self.weights.ties.exist):
                 self.weights.ties.copies.refresh()
         if self._check_every is not None and self.weights.clock.steps % self._check_every == 0:
-            self.weights.check_alike()
+            self.check_alike()
         return self.logs
 
     def test(self, batch: Batch) -> dict[str, Any]:
@@ -157,6 +157,14 @@ class Engine:
                 executor.run(schedule, step)
             results = self.shared_logs.share_outputs(step)
         return pack_outputs(self.extracted, self.stages.boundaries[-1], results)
+
+    def check_alike(self) -> None:
+        """Compares what ranks have of the same weights; all must call it."""
+        self.weights.check_alike()
+
+    def share_metrics(self) -> None:
+        """Gives every rank the state of all metrics; all must call it."""
+        self.shared_logs.share_metrics()
 
     def publish_weights(self) -> None:
         """Makes known to other ranks that weights have changed behind a step; all must call it."""
@@ -275,7 +283,7 @@ def step_function(
         try:
             logs = step(_batch(engine, data))
             if not isinstance(data, Batch):  # a single batch is an epoch of its own
-                engine.shared_logs.share_metrics()
+                engine.share_metrics()
                 return logs
             for batch in itertools.islice(iterator, steps_per_execution - 1):
                 logs = step(batch)

@@ -116,11 +116,6 @@ def segments_of(counts: Sequence[int]) -> list[slice]:
     return [slice(*bounds) for bounds in pairwise(accumulate(counts, initial=0))]
 
 
-def even_counts(length: int, parts: int) -> list[int]:
-    """Returns lengths that differ by at most one and add up to `length`."""
-    return [length // parts + (part < length % parts) for part in range(parts)]
-
-
 def dtype_on_wire(dtype: np.dtype[Any], wanted: Any) -> np.dtype[Any]:
     """Returns in what dtype values travel: a smaller one only for floats, and only if asked for."""
     if wanted is None or dtype.kind != "f":
@@ -145,7 +140,7 @@ def allreduce(
         whole = [slice(0, length)] * size
         out = yield from _combine_segments(channel, sent, whole, combine, tag, label)
     else:
-        segments = segments_of(even_counts(length, size))
+        segments = segments_of([length // size + (part < length % size) for part in range(size)])
         out, rows = _with_rows(channel, length, segments[channel.rank], wire)
         yield from _combine_segments(channel, sent, segments, combine, tag, label, rows)
         yield from _spread(channel, [out], [segments], tag + 1, label)

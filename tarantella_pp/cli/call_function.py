@@ -130,19 +130,19 @@ def _shown(job: subprocess.Popen[bytes]) -> str:
     decoder = codecs.getincrementaldecoder("utf-8")
     with selectors.DefaultSelector() as pipes:
         for pipe, stream in ((job.stdout, sys.stdout), (job.stderr, sys.stderr)):
-            assert pipe is not None
-            pipes.register(pipe, selectors.EVENT_READ, (stream, decoder("replace")))
+            pipes.register(pipe, selectors.EVENT_READ, (stream, decoder("replace")))  # type: ignore[arg-type]
         while pipes.get_map():
             for key, _ in pipes.select():
                 stream, text = key.data
                 piece = text.decode(read := os.read(key.fd, 1 << 16), final=not read)
                 if not read:
                     pipes.unregister(key.fileobj)
-                if stream is sys.stderr and piece:
+                of_errors = key.fileobj is job.stderr
+                if of_errors and piece:
                     # A traceback, if it is the last, becomes an exception.
                     held |= _TRACEBACK in piece
                     words = words + piece if held else piece
-                if not (held and stream is sys.stderr):
+                if not (held and of_errors):
                     stream.write(piece)
                     stream.flush()
     job.wait()

@@ -131,7 +131,7 @@ class StageProbe:
                 raise UnsupportedModelError(
                     f"Stage {self._module.boundary.index} reads weight '{weight.path}', whose "
                     "layer is in another stage: a Lambda, a layer or keras.remat (instead of "
-                    f"which there is recompute=True) reads it past that layer, so its {lost} would "
+                    f"which there is recompute='all') reads it past that layer, so its {lost} would "
                     "be lost. Call the layer itself, make one layer of both, or use num_stages=1."
                 )
 

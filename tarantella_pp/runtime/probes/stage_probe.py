@@ -130,9 +130,9 @@ class StageProbe:
                 lost = "gradient" if weight.trainable else "new values"
                 raise UnsupportedModelError(
                     f"Stage {self._module.boundary.index} reads weight '{weight.path}', whose "
-                    "layer is in another stage: a Lambda, a layer or keras.remat (instead of "
-                    f"which there is recompute='all') reads it past that layer, so its {lost} would "
-                    "be lost. Call the layer itself, make one layer of both, or use num_stages=1."
+                    "layer is in another stage: a Lambda, a layer or keras.remat (instead of which "
+                    f"there is recompute='all') reads it past that layer, so its {lost} would be "
+                    "lost. Call the layer itself, make one layer of both, or use num_stages=1."
                 )
 
     def _find_late(self, trace: ProbeTrace, num_micro_batches: int) -> None:

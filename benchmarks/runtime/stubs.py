@@ -69,7 +69,9 @@ class SleepingStage:
         self._kept[key] = inputs[0]
         return self.evaluate(inputs, share)
 
-    def evaluate(self, inputs: Sequence[Any], share: float = 1.0) -> tuple[list[Any], None]:
+    def evaluate(
+        self, inputs: Sequence[Any], share: float = 1.0, predicts: bool = False
+    ) -> tuple[list[Any], None]:
         _SLEEPER.sleep(self._seconds.forward)
         return [inputs[0] for _ in self.boundary.outputs], None
 
@@ -121,7 +123,7 @@ class StubStep:
         results: Sequence[BoundaryTensor],
         sums: StubSums | None = None,
     ) -> None:
-        self.training = training
+        self.training, self.predicts = training, not training
         self.sizes = sizes
         self._sums = sums
         self.finished: list[int] = []

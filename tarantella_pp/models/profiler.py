@@ -76,8 +76,7 @@ def profile(
     checked_count("repeats", repeats)
     given = _inputs(extracted, batch)
     rows, threads = int(given[0].shape[0]), tf.config.threading.get_intra_op_parallelism_threads()
-    threads = threads or int(os.environ.get("TF_NUM_INTRAOP_THREADS", 0))
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or int(os.environ.get("TF_NUM_INTRAOP_THREADS", len(os.sched_getaffinity(0))))
     key = (extracted.graph.fingerprint(), rows, threads)
     measured = _KNOWN.get(key)
     if measured is None and cache is not None and Path(cache).exists():

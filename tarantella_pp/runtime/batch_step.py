@@ -39,7 +39,7 @@ class BatchStep:
         training: bool = False,
         report: Callable[[tf.Tensor], None] | None = None,
     ) -> None:
-        self.training = training
+        self.training, self.predicts = training, compiled is None
         self.batch = batch
         self.sizes = batch.share.own_sizes  # of the micro-batches of this replica
         self.results: list[Sequence[tf.Tensor]] = [()] * len(self.sizes)

@@ -146,7 +146,7 @@ class Executor:
             if step.training:
                 outputs, added = stage.forward(key, inputs, step.share(key), whole=whole)
             else:
-                outputs, added = stage.evaluate(inputs, step.share(key))
+                outputs, added = stage.evaluate(inputs, step.share(key), step.predicts)
         values: Values = dict(zip(boundary.outputs, outputs, strict=True))
         for edge in boundary.sends:
             self._activations[edge.source, edge.target, key] = _pick(values, edge.tensors)

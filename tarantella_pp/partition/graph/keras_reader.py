@@ -127,9 +127,8 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
         build_late(model, inputs_struct(network))
     except Exception as error:  # of code that needs values, or sizes that are not known
         raise UnsupportedModelError(
-            f"Model '{model.name}' has layers that are not built, and cannot be called on its "
-            f"inputs without data: {describe(error)}. Call it on some samples before it is "
-            "wrapped, or give the sizes that it needs in keras.Input(shape)."
+            f"'{model.name}' has layers that cannot be built without data: {describe(error)}. "
+            "Call it on some samples first, or give all sizes that it needs in keras.Input(shape)."
         ) from error
     looked = Looked(network, assumed_size, knows_no_training=not takes_training(model))
     readings[0] = _Reader(model, looked, None).extracted(readings)

@@ -149,7 +149,9 @@ class Stage:
         self._repeating = TrainingPasses(self.module, repeats=True) if repeats else None
         self._running: dict[int, TrainingPass] = {}
         run = functools.partial(self.module.run, training=False)
-        self._evaluate = tf.function(run, autograph=False, reduce_retracing=True)
+        # As in Keras, predictions are traced apart: a layer may be another one by then.
+        made = functools.partial(tf.function, run, autograph=False, reduce_retracing=True)
+        self._inference = made(), made()
 
     @property
     def fallback(self) -> str | None:
@@ -200,11 +202,11 @@ class Stage:
         self._running.pop(key).backward_weight(key)
 
     def evaluate(
-        self, inputs: Sequence[tf.Tensor], share: float = 1.0
+        self, inputs: Sequence[tf.Tensor], share: float = 1.0, predicts: bool = False
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in inference mode; takes and returns what `forward` does."""
         with self._weighed(share, training=False):
-            outputs, added = self._evaluate(list(inputs))
+            outputs, added = self._inference[predicts](list(inputs))
         return outputs, added if self.module.added_by[False] else None
 
     def reached(self, coming: Sequence[bool]) -> list[bool]:

@@ -328,11 +328,17 @@ def test_what_users_do_gives_the_numbers_of_keras(use, case, options):
     assert distance(plain, ours) < ROUNDING
 
 
-def test_prediction_without_compilation():
+def test_prediction_without_compilation_and_of_a_layer_that_is_another_since_evaluation():
     keras.utils.set_random_seed(1)
     model = mlp()
-    found = PipelineModel(model, num_stages=4).predict(X, batch_size=8, verbose=0)
-    assert distance(model.predict(X, batch_size=8, verbose=0), found) < ROUNDING
+    pipeline = PipelineModel(model, num_stages=4)
+    for activation in (None, keras.ops.tanh):
+        model.layers[-1].activation = activation
+        found = [each.predict(X, batch_size=8, verbose=0) for each in (model, pipeline)]
+        assert distance(*found) < ROUNDING
+        for each in (model, pipeline):
+            each.compile("sgd", "mse")
+            each.evaluate(X, Y, batch_size=8, verbose=0)
 
 
 def test_not_a_number_stops_training():

@@ -210,7 +210,7 @@ def overriding():
         (sparse, "sparse.*Make it dense"),
         (string, "string.*data pipeline"),
         (optional, "'b' is optional"),
-        (step_by_step, "as an integer.*Call it on some samples before"),
+        (step_by_step, "as an integer.*Call it on some samples first"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_a_remedy(build, message):

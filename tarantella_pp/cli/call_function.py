@@ -154,6 +154,8 @@ def _shown(job: subprocess.Popen[bytes]) -> str:
 def _start() -> int:
     """The job's own process, which ends when the one that has called `run` is gone."""
     parent, ranks, given, found = sys.argv[1:]
+    # Ignored in what `nohup` or a shell starts in the background, and so here: nothing would end.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     die_with_parent(int(parent), signal.SIGINT)
     paths = [f"/proc/{parent}/fd/{number}" for number in (given, found)]
     return main(["-n", ranks, "--", "-m", "tarantella_pp.launch.called_function", *paths])

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for subcommand in (show, export):
         subcommand.add_argument("plan", metavar="PLAN", help="the plan's JSON file")
     export.add_argument("--to", choices=("torchtitan",), required=True,
-        help="for whom: PLAN.csv is a schedule in torch.distributed.pipelining's format, "
+        help="for whom: PLAN.schedule.csv is in torch.distributed.pipelining's format, "
         "PLAN.modules.json has the names of each stage's modules")  # fmt: skip
     for subcommand in (make, show):
         subcommand.add_argument("--html", metavar="FILE",
@@ -151,8 +151,9 @@ def _export(arguments: argparse.Namespace) -> int:
     modules: list[list[str]] = [[] for _ in plan.stages]
     for name, stage in zip(plan.node_names, plan.assignment, strict=True):
         modules[stage].append(name)
-    table = Path(arguments.plan).with_suffix(".csv")
-    names = table.with_suffix(".modules.json")
+    table, names = (
+        Path(arguments.plan).with_suffix(suffix) for suffix in (".schedule.csv", ".modules.json")
+    )
 
     def write_table(draft: Path) -> None:
         with draft.open("w", newline="", encoding="utf-8") as file:

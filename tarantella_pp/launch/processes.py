@@ -105,10 +105,10 @@ def folder_prefix() -> str:
 
 def sweep() -> None:
     """Removes what killed jobs have left in the temporary folder, which hosts may share."""
-    prefix = folder_prefix()
-    for folder in pathlib.Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        process = folder.name.removeprefix(prefix).partition("-")[0]
-        if process.isdecimal() and not psutil.pid_exists(int(process)):
+    ours = re.compile(rf"{re.escape(folder_prefix())}(\d+)-\w+")  # not of a host `NAME-2`
+    for folder in pathlib.Path(tempfile.gettempdir()).glob("tarantella-*"):
+        found = ours.fullmatch(folder.name)
+        if found is not None and not psutil.pid_exists(int(found[1])):
             shutil.rmtree(folder, ignore_errors=True)
     for file in pathlib.Path("/tmp").glob("hydra_hwloc_xmlfile_*"):  # noqa: S108 - of MPICH
         with contextlib.suppress(OSError):

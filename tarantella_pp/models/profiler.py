@@ -76,7 +76,8 @@ def profile(
     checked_count("repeats", repeats)
     given = _inputs(extracted, batch)
     rows, threads = int(given[0].shape[0]), tf.config.threading.get_intra_op_parallelism_threads()
-    threads = threads or int(os.environ.get("TF_NUM_INTRAOP_THREADS", len(os.sched_getaffinity(0))))
+    own = os.environ.get("TF_NUM_INTRAOP_THREADS") or len(os.sched_getaffinity(0))
+    threads = int(threads or own)
     key = (extracted.graph.fingerprint(), rows, threads)
     measured = _KNOWN.get(key)
     if measured is None and cache is not None and Path(cache).exists():

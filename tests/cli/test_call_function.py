@@ -89,6 +89,10 @@ def test_a_killed_caller_leaves_nothing_behind(number, tmp_path):
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        # An interrupt as from a terminal; else ignored, as in what a shell starts with `&`.
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL if number == signal.SIGINT else signal.SIG_IGN
+        ),
     )
     try:
         assert caller.stdout.readline() == b"up\n"

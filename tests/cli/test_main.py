@@ -47,3 +47,9 @@ def test_wrong_usage_is_explained(command, tmp_path, arguments, complaint) -> No
     assert command(*(hosts if argument == "HOSTS" else argument for argument in arguments)) == 2
     assert complaint in command.stderr
     assert "Traceback" not in command.stderr
+
+
+def test_the_demo_is_the_script_of_the_package_on_two_ranks(command):
+    assert command("demo", "--dry-run", "--", "--epochs", 1) == 0
+    assert "-n 2 " in command.stdout
+    assert command.stdout.rstrip().endswith("-m tarantella_pp.demo --epochs 1")

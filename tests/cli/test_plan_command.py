@@ -153,7 +153,9 @@ def exported(command, plan_file):
         ranks = tuple(stage % RANKS[schedule] for stage in range(4))
         path = plan_file([0, 0, 1, 2, 2, 3], schedule=schedule, num_micro_batches=4, ranks=ranks)
         assert command("plan", "export", "--to", "torchtitan", path) == 0
-        rows = [line.split(",") for line in path.with_suffix(".csv").read_text().splitlines()]
+        rows = [
+            line.split(",") for line in path.with_suffix(".schedule.csv").read_text().splitlines()
+        ]
         return rows, json.loads(path.with_suffix(".modules.json").read_text())
 
     return export
@@ -196,5 +198,5 @@ def test_export_refuses_what_torchtitan_has_no_words_for(command, plan_file) -> 
         told = command.fails(2, "plan", "export", "--to", "torchtitan", path)
         assert "torchtitan has no words for this plan" in told
         assert words in told
-        assert not path.with_suffix(".csv").exists()
+        assert not path.with_suffix(".schedule.csv").exists()
     assert "invalid choice: 'jax'" in command.fails(2, "plan", "export", "--to", "jax", path)

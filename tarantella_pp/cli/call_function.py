@@ -80,7 +80,7 @@ def run(function: Callable[..., Any], ranks: int = 4, *args: Any) -> Any:
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                "TNT_TERMINAL": "01"[sys.stdout.isatty() or "ipykernel" in sys.modules],
+                "TNT_TERMINAL": str(int(sys.stdout.isatty() or "ipykernel" in sys.modules)),
             },
         )
         try:

@@ -15,6 +15,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the demo; returns the exit code of the job."""
-    own = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    own = run_command.without_dashes(arguments.command)
     arguments.command = ["-m", "tarantella_pp.demo", *own]
     return run_command.run(arguments)

@@ -8,7 +8,6 @@ import pathlib
 import re
 import shlex
 import sys
-import tempfile
 from typing import TYPE_CHECKING
 
 from tarantella_pp.cli.inputs import positive_int, positive_seconds
@@ -88,7 +87,7 @@ def _add_shares(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the script; returns the exit code of the job."""
     from tarantella_pp.launch import environment, mpi_launchers, resources
-    from tarantella_pp.launch.processes import folder_prefix, sweep
+    from tarantella_pp.launch.processes import job_folder
     from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE, SIZE_VARIABLE
     from tarantella_pp.launch.run_job import JobRun
 
@@ -120,9 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     quiet = given[environment.LOG_VARIABLE] != "0" and arguments.log_level in ("WARNING", "ERROR")
     job_run = JobRun(launcher, num_ranks, arguments.timeout, hosts=hosts, quiet=quiet)
-    sweep()
-    prefix = f"{folder_prefix()}{os.getpid()}-"
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+    with job_folder() as folder:
         return job_run.run(command, given | launcher.environment(folder, arguments.remote_shell))
 
 
@@ -161,7 +158,7 @@ def _variables(
         resources.RANKS_VARIABLE: str(per_node),
         resources.BIND_VARIABLE: "" if arguments.bind == "none" else "cores",
         environment.LOG_ALL_VARIABLE: "1" if arguments.log_on_all_devices else "0",
-        "TNT_TERMINAL": os.environ.get("TNT_TERMINAL", "01"[sys.stdout.isatty()]),
+        "TNT_TERMINAL": os.environ.get("TNT_TERMINAL", str(int(sys.stdout.isatty()))),
     }
     if arguments.share_gpus:
         variables[resources.SHARE_VARIABLE] = "1"
@@ -186,9 +183,14 @@ def _show(
     sys.stdout.write("\n".join([*lines, shlex.join(command), ""]))
 
 
+def without_dashes(command: list[str]) -> list[str]:
+    """Returns what stands after the options, without the `--` between."""
+    return command[1:] if command[:1] == ["--"] else command
+
+
 def _script(command: list[str]) -> list[str]:
     """Returns the script or `-m module` and its arguments, without the `--` before them."""
-    script = command[1:] if command[:1] == ["--"] else command
+    script = without_dashes(command)
     if script in ([], ["-m"]):
         raise ConfigurationError(
             "No script to run. Usage: tarantella -n 2 -- script.py ... or "

@@ -12,7 +12,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import psutil
 
@@ -98,14 +98,9 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def folder_prefix() -> str:
-    """What names of temporary folders of this host begin with; a process's number follows."""
-    return f"tarantella-{socket.gethostname()}-"
-
-
 def sweep() -> None:
     """Removes what killed jobs have left in the temporary folder, which hosts may share."""
-    ours = re.compile(rf"{re.escape(folder_prefix())}(\d+)-\w+")  # not of a host `NAME-2`
+    ours = re.compile(rf"{re.escape(_prefix())}(\d+)-\w+")  # not of a host `NAME-2`
     for folder in pathlib.Path(tempfile.gettempdir()).glob("tarantella-*"):
         found = ours.fullmatch(folder.name)
         if found is not None and not psutil.pid_exists(int(found[1])):
@@ -114,3 +109,16 @@ def sweep() -> None:
         with contextlib.suppress(OSError):
             if time.time() - file.stat().st_mtime > _STALE_SECONDS:
                 file.unlink()
+
+
+@contextlib.contextmanager
+def job_folder() -> Iterator[str]:
+    """Makes a temporary folder of this process, whose name says so to a later `sweep`."""
+    sweep()
+    prefix = f"{_prefix()}{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+def _prefix() -> str:
+    return f"tarantella-{socket.gethostname()}-"

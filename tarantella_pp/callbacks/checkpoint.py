@@ -56,7 +56,8 @@ class Checkpoint(keras.callbacks.Callback):
     again, the same script, unchanged, goes on where the newest checkpoint was written, in the
     middle of an epoch too, to the same losses, metrics and weights; on any number of stages and
     replicas, or in one process. Each rank writes what it owns into a file of its own: weights,
-    optimizer state, seeds. A checkpoint counts once all of it is on the disk.
+    optimizer state, seeds. It does so while training goes on, from a copy in memory if there is
+    room. A checkpoint counts once all of it is on the disk; the last one is when `fit` returns.
 
     A directory belongs to one run: a model, an optimizer, data. If one of them is another now,
     `fit` refuses to go on, and says which. When `epochs` are reached, it trains nothing, and warns.
@@ -145,6 +146,7 @@ class Checkpoint(keras.callbacks.Callback):
             with self._noting_sigterm(), starting_anywhere(self._model):
                 yield
         finally:
+            self._writer.abandon()
             self._adapter.start = self._adapter = None
             self._model._engine.before_training = None
 
@@ -242,7 +244,8 @@ class Checkpoint(keras.callbacks.Callback):
             self._leave()
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Completes the history of a `fit` that had nothing to train."""
+        """Waits for the last checkpoint; completes a history that had nothing to train."""
+        self._writer.finish()
         self._completed_history()
 
     def _go_on(self, folder: Path, saved: Manifest) -> bool:
@@ -333,7 +336,7 @@ class Checkpoint(keras.callbacks.Callback):
             "learning_rate": _learning_rate_of(model),
             "position": position,
             "facts": self._facts,
-            "history": self._history,
+            "history": {name: list(values) for name, values in self._history.items()},
             "logs": {name: _number(value) for name, value in engine.logs.items()},
             "callbacks": self._merged(states),
             "plan": json.loads(model.plan.to_json()),
@@ -372,6 +375,7 @@ class Checkpoint(keras.callbacks.Callback):
         return any(self._ranks.allgather_json(self.preempted))
 
     def _leave(self) -> None:
+        self._writer.finish()
         self._tell(f"ends after step {self._step}, as SIGTERM asks: start it again to go on")
         sys.exit(EXIT_CODE)
 

@@ -1,15 +1,24 @@
-r"""Writes a checkpoint: every rank its own file, side by side, and all of it or nothing.
+r"""Writes a checkpoint while training goes on: all of it or nothing.
 
-rank 0   empty folder      its file   manifest, its name   older ones go
-                 \         ........  /
-rank 1            `-> wait its file `   wait
+main threads             a thread of each rank, without messages
+rank 0   empty folder    its file, its part   waits for parts, manifest, its name, older ones go
+                 \                       ^
+rank 1            `->    its file, its part
+
+A part says what is in a file once that is on the disk. Before the next checkpoint, and at the end
+of training, all ranks hear how it went.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,15 +29,19 @@ from tarantella_pp.callbacks.checkpoint_folder import FORMAT, Manifest, SavedFil
 from tarantella_pp.callbacks.tensor_file import write_tensors
 from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.comm.tensor_buffers import value_of
+from tarantella_pp.runtime.comm.machine import free_memory, memory_of_each_rank
+from tarantella_pp.runtime.comm.tensor_buffers import value_of, variable_bytes
 from tarantella_pp.runtime.weights.optimizer_state import spec_of
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_THREAD = "tarantella-checkpoint"
+_POLL_SECONDS = 0.05
+_LOWEST_PRIORITY = 19
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one job into a directory."""
+    """Writes the checkpoints of one `fit` into a directory."""
 
     def __init__(
         self, ranks: Communicator, directory: Path, keep: int, stages: Sequence[int]
@@ -37,6 +50,13 @@ class CheckpointWriter:
         self._directory = directory
         self._keep = keep
         self._stages = tuple(stages)
+        self._cancelled = threading.Event()
+        self._draft: Path | None = None  # of the checkpoint that is being written
+        self._own: Future[None]
+        self._rest: Future[None] | None = None  # on the first rank
+        for thread in threading.enumerate():  # of a `fit` that an error has ended
+            if thread.name.startswith(_THREAD):
+                thread.join()
         self._known = {path.name for path in checkpoint_folder.checkpoints_in(directory)}
 
     def prepare(self) -> None:
@@ -47,47 +67,89 @@ class CheckpointWriter:
             checkpoint_folder.begin_draft(self._directory, 0, self._known).rmdir()
 
         self._on_first("", prepare)
+        self._memory = memory_of_each_rank(self._ranks, None)
 
     def write(self, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Writes this rank's tensors, and the first rank's state; takes all ranks."""
+        """Begins to write this rank's tensors, the first rank's state; takes all ranks."""
+        self.finish()
         directory, name = self._directory, checkpoint_folder.name_of_step(state["step"])
         begin = checkpoint_folder.begin_draft
-        draft = Path(
-            self._on_first(name, lambda: str(begin(directory, state["step"], self._known)))
-        )
-        try:
-            written = self._on_all(name, lambda: self._write_own(draft, own))
-            files, tensors = _gathered(written)
-            manifest = Manifest(format=FORMAT, files=files, tensors=tensors, **state)
-            self._on_first(name, lambda: checkpoint_folder.publish(draft, manifest.encode()))
-        except FileError:
-            if self._ranks.rank == 0:
-                shutil.rmtree(draft, ignore_errors=True)
-            raise
-        self._known.add(name)
-        if self._ranks.rank == 0:
-            try:
-                checkpoint_folder.remove_old(directory, self._keep, name, self._known)
-            except OSError as error:
-                logger.warning("could not remove old checkpoints in '%s': %s", directory, error)
-
-    def _write_own(self, draft: Path, own: Mapping[str, Any]) -> list[Any]:
-        """Writes this rank's file; returns what it tells of it."""
-        if not own:
-            return []
-        path = draft / f"rank-{self._ranks.rank:05d}.safetensors"
-
-        def value(key: str) -> np.ndarray[Any, Any]:
-            given = own[key]
-            return given if isinstance(given, np.ndarray) else value_of(given)
-
+        draft = self._on_first(name, lambda: str(begin(directory, state["step"], self._known)))
+        self._draft = Path(draft)
         specs = {
             key: (each.dtype.name, each.shape) if isinstance(each, np.ndarray) else spec_of(each)
             for key, each in own.items()
         }
-        written = write_tensors(path, specs, value)
         tensors = [[key, getattr(own[key], "path", key), *specs[key]] for key in own]
-        return [path.name, *written, self._ranks.rank, self._stages, tensors]
+        values: dict[str, Any] = dict(own)
+        size = sum(getattr(each, "nbytes", None) or variable_bytes(each) for each in own.values())
+        if copied := size < free_memory(self._memory):  # for the next step changes variables
+            values = {key: _value(each) for key, each in own.items()}
+        # Its one thread ends by itself when all is done.
+        pool = ThreadPoolExecutor(1, _THREAD, _give_way)
+        self._own = pool.submit(self._write_own, self._draft, specs, tensors, values)
+        if self._ranks.rank == 0:
+            self._rest = pool.submit(self._publish, self._draft, state, self._own)
+        pool.shutdown(wait=False)
+        if not copied:
+            wait([self._own])
+
+    def finish(self) -> None:
+        """Waits until the last checkpoint is on the disk; takes all ranks."""
+        draft, self._draft = self._draft, None
+        if draft is None:
+            return
+        name = draft.stem.removeprefix(checkpoint_folder.DRAFT)
+        try:
+            self._on_all(name, self._own.result)
+            self._on_first(name, lambda: self._rest and self._rest.result())
+        except FileError:
+            self._cancelled.set()
+            if self._rest is not None:
+                wait([self._rest])
+                shutil.rmtree(draft, ignore_errors=True)
+            raise
+
+    def abandon(self) -> None:
+        """Waits for no other rank any more, which may have ended; takes this rank alone."""
+        if self._ranks.size > 1:
+            self._cancelled.set()
+        elif self._draft is not None and self._rest is not None:
+            wait([self._rest])
+
+    def _write_own(
+        self, draft: Path, specs: Any, tensors: list[Any], values: dict[str, Any]
+    ) -> None:
+        """Writes this rank's file, then the part that tells of it."""
+        part = draft / f"rank-{self._ranks.rank:05d}.json"
+        told: list[Any] = []
+        if specs:
+            path = part.with_suffix(".safetensors")
+            written = write_tensors(path, specs, lambda key: _value(values.pop(key), copy=False))
+            told = [path.name, *written, self._ranks.rank, self._stages, tensors]
+        unfinished = part.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(told))
+        unfinished.rename(part)
+
+    def _publish(self, draft: Path, state: Mapping[str, Any], own: Future[None]) -> None:
+        """Waits for the parts of all ranks, gives the checkpoint its name, removes old ones."""
+        parts = [draft / f"rank-{rank:05d}.json" for rank in range(self._ranks.size)]
+        if own.exception() is not None:
+            return
+        while not all(part.exists() for part in parts):
+            if self._cancelled.wait(_POLL_SECONDS):
+                return
+        files, tensors = _gathered([json.loads(part.read_bytes()) for part in parts])
+        for part in parts:
+            part.unlink()
+        manifest = Manifest(format=FORMAT, files=files, tensors=tensors, **state)
+        checkpoint_folder.publish(draft, manifest.encode())
+        name = checkpoint_folder.name_of_step(manifest.step)
+        self._known.add(name)
+        try:
+            checkpoint_folder.remove_old(self._directory, self._keep, name, self._known)
+        except OSError as error:
+            logger.warning("could not remove old checkpoints in '%s': %s", self._directory, error)
 
     def _on_first(self, name: str, work: Callable[[], _T]) -> _T:
         return self._on_all(name, work if self._ranks.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
@@ -115,12 +177,25 @@ class CheckpointWriter:
         return [value for _, value in answers]
 
 
+def _give_way() -> None:
+    """Has this thread compute only when no other thread wants its core."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+
+
+def _value(given: Any, *, copy: bool = True) -> np.ndarray[Any, Any]:
+    """The value of a variable or an array."""
+    if isinstance(given, np.ndarray):
+        return given.copy() if copy else given
+    return value_of(given)
+
+
 def _gathered(
-    answers: Sequence[list[Any]],
+    parts: Sequence[list[Any]],
 ) -> tuple[tuple[SavedFile, ...], dict[str, SavedTensor]]:
     files: list[SavedFile] = []
     tensors: dict[str, SavedTensor] = {}
-    for name, size, sha256, rank, stages, found in filter(None, answers):
+    for name, size, sha256, rank, stages, found in filter(None, parts):
         for key, label, dtype, shape in found:
             tensors[key] = SavedTensor(label, dtype, tuple(shape), len(files))
         files.append(SavedFile(name, size, sha256, rank, tuple(stages)))

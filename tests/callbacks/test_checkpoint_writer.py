@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tarantella_pp.callbacks import checkpoint_folder
+from tarantella_pp.callbacks import checkpoint_folder, checkpoint_writer
 from tarantella_pp.callbacks.checkpoint_folder import DRAFT, DataPosition, checkpoints_in, damages
 from tarantella_pp.callbacks.checkpoint_reader import newest_whole
 from tarantella_pp.callbacks.checkpoint_writer import CheckpointWriter
@@ -30,14 +31,21 @@ NOTHING = {
 }  # fmt: skip
 
 
-def write(directory: Path, step: int) -> None:
-    """A checkpoint of 4 MiB, all of whose numbers are its step."""
+def begun(directory: Path, step: int, ranks: Communicator | None = None) -> CheckpointWriter:
+    """Begins a checkpoint of 4 MiB, all of whose numbers are its step, and changes them then."""
     position = DataPosition("arrays", 1, step, 0, in_pass=True)
     values = {f"model/{i}": np.full(2**18, step, np.float32) for i in range(4)}
     state = {**NOTHING, "step": step, "epoch_step": step, "position": position}
-    writer = CheckpointWriter(Communicator(), directory, KEEP, [0])
+    writer = CheckpointWriter(ranks or Communicator(), directory, KEEP, [0])
     writer.prepare()
     writer.write(values, state)
+    for value in values.values():
+        value[:] = -1
+    return writer
+
+
+def write(directory: Path, step: int) -> None:
+    begun(directory, step).finish()
 
 
 def newest(directory: Path) -> int:
@@ -95,6 +103,37 @@ def test_kills_while_writing_lose_no_checkpoint(tmp_path):
     assert interrupted > KILLS // 4  # or nothing was tried
     write(directory, step := newest(directory) + 1)
     assert sorted(os.listdir(directory)) == [f"step-{i:08d}" for i in (step - 1, step)]
+
+
+@pytest.mark.parametrize("room", [2**40, 0])
+def test_it_is_written_while_training_goes_on_if_a_copy_has_room(tmp_path, monkeypatch, room):
+    done = threading.Event()
+
+    def late(*arguments):
+        done.wait(0.0 if room == 0 else 30.0)
+        return write_tensors(*arguments)
+
+    monkeypatch.setattr(checkpoint_writer, "write_tensors", late)
+    monkeypatch.setattr(checkpoint_writer, "free_memory", lambda share: room)
+    writer = begun(tmp_path, 1)
+    assert bool(room) != any(tmp_path.glob("*/*.safetensors"))
+    done.set()
+    writer.abandon()  # as after an error
+    assert newest(tmp_path) == 1
+
+
+def test_what_another_rank_does_not_finish_has_no_name_and_is_in_nobodys_way(tmp_path):
+    write(tmp_path, 1)
+    two = Communicator()
+    two.size, two.allgather_json = 2, lambda value: [value, value]
+    writer = begun(tmp_path, 2, two)
+    other = tmp_path / f"{DRAFT}step-00000003.other"
+    other.mkdir()
+    writer.abandon()
+    assert newest(tmp_path) == 1
+    assert other.is_dir()
+    write(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
 class Killed(BaseException):

@@ -38,6 +38,12 @@ def memory_of_host(proc: Path = PROC, groups: Path = GROUPS) -> int:
     return min([int(psutil.virtual_memory().total), *_limits(proc, groups)])
 
 
+def free_memory(share: int) -> int:
+    """Bytes that this rank may take beyond what it has, of its share of the host's memory."""
+    available = psutil.virtual_memory().available * share // memory_of_host()
+    return min(int(available), share - int(psutil.Process().memory_info().rss))
+
+
 def _limits(proc: Path, groups: Path) -> Iterator[int]:
     """The limits of this process's control group and of those above it."""
     for line in _read(proc).splitlines():

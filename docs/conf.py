@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
+
+from sphinx.util import inspect
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -15,8 +18,8 @@ author = copyright = _project["authors"][0]["name"]
 release = version = _project["version"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+default_role = "code"
 exclude_patterns = ["_build"]
-myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 
 # The pages are built without TensorFlow and MPI.
@@ -28,3 +31,20 @@ autodoc_typehints_format = "short"
 
 html_theme = "furo"
 html_title = f"tarantella_pp {release}"
+html_css_files = ["style.css"]
+html_static_path = ["style.css"]
+
+
+def setup(app: Any) -> None:
+    """Has classes shown with their own arguments."""
+    app.connect("autodoc-process-signature", _own_arguments)
+
+
+def _own_arguments(app: Any, what: str, name: str, thing: Any, *rest: Any) -> Any:
+    # Classes of the Keras that is not there take any arguments, and so would those made from them.
+    if what == "class" and rest[1].startswith("(*args: Any"):
+        own = inspect.signature(thing.__init__, bound_method=True)
+        return inspect.stringify_signature(
+            own, show_return_annotation=False, unqualified_typehints=True
+        ), None
+    return None

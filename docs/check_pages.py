@@ -31,10 +31,11 @@ FLAGS = [
     "disable-background-networking", "disable-component-update",
 ]  # fmt: skip
 LOOK = """
-const article = document.querySelector("article"), page = document.scrollingElement;
+const article = document.querySelector("article");
+const boxes = [document.scrollingElement, document.querySelector(".content")];
 const colour = getComputedStyle(document.body).backgroundColor.match(/\\d+/g);
 return {
-  wide: page.scrollWidth - innerWidth,
+  wide: Math.max(...boxes.map(box => box.scrollWidth - box.clientWidth)),
   words: article ? article.innerText.split(/\\s+/).length : 0,
   search: document.querySelector("input[name=q]") !== null,
   scheme: +colour[1] < 128 ? "dark" : "light",
@@ -62,8 +63,7 @@ def main() -> int:
             sys.exit(f"check_pages.py found no pages in {built}.")
         with browser(folder) as ask:
             wrong = [*look_at(ask, pages, args.pictures), *search_for("bubble", ask, pages)]
-    lines = [*wrong, f"{len(pages)} pages, {len(wrong)} faults"]
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.write("\n".join([*wrong, f"{len(pages)} pages, {len(wrong)} faults\n"]))
     return int(bool(wrong))
 
 

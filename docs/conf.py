@@ -33,6 +33,7 @@ html_theme = "furo"
 html_title = f"tarantella_pp {release}"
 html_css_files = ["style.css"]
 html_static_path = ["style.css"]
+html_use_index = html_domain_indices = False  # one searches
 
 
 def setup(app: Any) -> None:

@@ -66,8 +66,9 @@ def printed(commands: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "examples").symlink_to(ROOT / "examples")
         for command in re.sub(r"\\\n", " ", commands).splitlines():
+            run = command.replace("$ tarantella", f"{shlex.quote(sys.executable)} -m tarantella_pp")
             answer = subprocess.run(
-                [sys.executable, "-m", "tarantella_pp", *shlex.split(command)[2:]],
+                ["bash", "-o", "pipefail", "-c", run],
                 cwd=folder,
                 env=environment,
                 stdout=subprocess.PIPE,

@@ -24,7 +24,15 @@ def test_all_commands_with_outputs_are_run() -> None:
     shown = {
         str(path.relative_to(ROOT)) for path in documents if "\n$ tarantella " in path.read_text()
     }
-    assert shown == {"README.md", "docs/schedules.md"}
+    # Examples train for minutes; test_examples.py runs them, smaller.
+    assert shown == {"README.md", "docs/schedules.md", "docs/examples.md"}
+
+
+def test_looking_at_pages_needs_a_browser() -> None:
+    command = [sys.executable, "docs/check_pages.py", "no pages"]
+    answer = subprocess.run(command, cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True)
+    assert answer.returncode == 1
+    assert answer.stderr == "check_pages.py needs chromium and chromedriver: not found on PATH.\n"
 
 
 PROGRAM = """

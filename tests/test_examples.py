@@ -33,6 +33,8 @@ SMALL = {
     ),
     "resume.py": ({"width": 8}, "--epochs 2 --directory {folder}"),
     "demo.py": ({"filters": 2, "blocks": 1}, "--epochs 1 --batch-size 128"),
+    "transfer.py": ({"filters": 4}, "--epochs 1 --file {folder}.keras"),
+    "unet.py": ({"filters": 2, "levels": 1}, "--stages 2 --epochs 1 --batch-size 128"),
 }  # fmt: skip
 """Options of the model, which are those of its function, and of the command line."""
 OVERSIZED = "--width 768 --blocks 2 --steps 1 --batch-size 4 --limit 930"
@@ -117,6 +119,8 @@ def test_two_ranks_come_to_the_losses_of_one(float64, tmp_path):
         assert losses(last[name])
         assert losses(last[name]) == losses(run_small(name, alone))
     assert "on 2 replicas" in last["hybrid_gpt.py"]
+    assert all(losses(last[name]) for name in ("transfer.py", "unet.py"))
+    assert re.search(r" 0 +\d+ +([\d.]+K) +\1 ", last["transfer.py"])  # state is weights alone
     # One process goes on where two ranks have ended.
     resumed, expected = (
         losses(run_small("resume.py", folder, "--epochs", "3")) for folder in (shared, alone)

@@ -1,6 +1,6 @@
 """Runs the commands that the documents show, and writes down what they print.
 
-    python docs/outputs.py                     # rewrites README.md and docs/*.md
+    python docs/outputs.py                     # rewrites README.md and docs/*.md, in some minutes
     python docs/outputs.py --check README.md   # says where a document is out of date
 
 A block of code whose first line is `$ tarantella ...` is run in an empty folder with a link to the

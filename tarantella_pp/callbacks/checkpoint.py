@@ -212,6 +212,7 @@ class Checkpoint(keras.callbacks.Callback):
         """Writes after a step, if it is time to."""
         before, self._step = self._step, self._step + batch + 1 - self._epoch_step
         self._epoch_step = batch + 1
+        self._ranks.note(step=self._step)
         due = self.every != "epoch" and self._step // int(self.every) > before // int(self.every)
         length = self._epoch_length or self.params.get("steps")
         if length is not None and batch + 1 >= length:  # the end of the epoch follows

@@ -62,6 +62,17 @@ def checkpoint_of(callbacks: Any) -> Checkpoint | None:
     return own[0] if own else None
 
 
+def check_restarts(checkpoint: Checkpoint | None, communicator: Communicator) -> None:
+    """Refuses, under `tarantella --restarts`, a `fit` that would begin anew."""
+    if checkpoint is None and os.environ.get("TNT_RESTARTS"):
+        communicator.note(is_final=True)
+        raise ConfigurationError(
+            "A job that is started again goes on from a checkpoint. Received: `tarantella "
+            "--restarts` and no Checkpoint among the callbacks of `fit`. Pass callbacks=["
+            "tnt.callbacks.Checkpoint(directory)], or leave --restarts out."
+        )
+
+
 def callbacks_of_rank(
     callbacks: Any, model: Any, communicator: Communicator, checkpoint: Checkpoint | None = None
 ) -> Any:

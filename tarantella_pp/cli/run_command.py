@@ -8,13 +8,16 @@ import pathlib
 import re
 import shlex
 import sys
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tarantella_pp.cli.inputs import positive_int, positive_seconds
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tarantella_pp.launch.hosts import HostRanks
+    from tarantella_pp.launch.hosts import Host, HostRanks
+    from tarantella_pp.launch.mpi_launchers import Launcher
+    from tarantella_pp.launch.run_job import Attempt
 
 EPILOG = """\
 exit codes: 0 all ranks finished; 2 usage; 75 stopped by SIGTERM; 124 --timeout; 130 Ctrl-C;
@@ -40,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", metavar="FILE",
         help="record training, for Perfetto and chrome://tracing")  # fmt: skip
     add("--timeout", type=positive_seconds, metavar="S", help="kill the job after S seconds")
+    add("--restarts", type=positive_int, default=0, metavar="N",
+        help="start a job that fails again, at most N times, on the hosts that still answer; `fit` "
+        "must have a Checkpoint, from which it goes on")  # fmt: skip
     add("--dry-run", action="store_true",
         help="print hosts, environment and command, run nothing")  # fmt: skip
     add("command", nargs=argparse.REMAINDER, metavar="[--] script.py ...",
@@ -86,16 +92,56 @@ def _add_shares(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the script; returns the exit code of the job."""
-    from tarantella_pp.launch import environment, mpi_launchers, resources
+    from tarantella_pp.launch import environment, hosts, mpi_launchers
     from tarantella_pp.launch.processes import job_folder
-    from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE, SIZE_VARIABLE
-    from tarantella_pp.launch.run_job import JobRun
+    from tarantella_pp.launch.run_job import run_job
 
-    script = _script(arguments.command)
+    _script(arguments.command)
     exported = environment.parse_exports(arguments.exports, os.environ)
-    hosts, num_ranks, per_node = _placement(arguments)
+    found: Sequence[Host] = ()
+    if arguments.hostfile is not None:
+        lines = hosts.read_hostfile(arguments.hostfile)
+        found = hosts.with_room(lines, arguments.num_ranks, arguments.n_per_node)
     launcher = mpi_launchers.find_launcher(arguments.mpi)
-    variables = _variables(arguments, per_node, exported)
+    if arguments.dry_run:
+        _show(arguments, _attempt(arguments, launcher, found, ""))
+        return 0
+    with job_folder() as folder:
+        attempts = _attempts(arguments, launcher, found, folder)
+        shows = {**os.environ, **exported}.get(environment.LOG_VARIABLE) == "0"
+        quiet = not shows and arguments.log_level in ("WARNING", "ERROR")
+        restarts, timeout = arguments.restarts, arguments.timeout
+        return run_job(launcher, attempts, restarts=restarts, timeout=timeout, quiet=quiet)
+
+
+def _attempts(
+    arguments: argparse.Namespace, launcher: Launcher, found: Sequence[Host], folder: str
+) -> Iterator[Attempt]:
+    """Yields the job, then again on the hosts that still answer, if it has any."""
+    from tarantella_pp.launch import hosts
+
+    attempt = _attempt(arguments, launcher, found, folder)
+    asked, shell = attempt.num_ranks, launcher.shell(attempt.environment)
+    yield attempt
+    while (left := hosts.that_answer(found, shell) if shell else found) or not found:
+        yield _attempt(arguments, launcher, left, folder, asked)
+
+
+def _attempt(
+    arguments: argparse.Namespace,
+    launcher: Launcher,
+    found: Sequence[Host],
+    folder: str,
+    asked: int | None = None,
+) -> Attempt:
+    """Returns the job on some hosts, with at most as many ranks as were asked for."""
+    from tarantella_pp.launch import environment, mpi_launchers, resources
+    from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE, SIZE_VARIABLE
+    from tarantella_pp.launch.run_job import Attempt
+
+    exported = environment.parse_exports(arguments.exports, os.environ)
+    placed, num_ranks, per_node = _placement(arguments, found)
+    variables = _variables(arguments, per_node, asked or num_ranks, exported)
     # Started inside another job (salloc, mpiexec), ranks would take its variables for their own.
     given = {**mpi_launchers.without_other_jobs(os.environ), **variables, **exported}
     # MPI hands on only what it is given by name, and other hosts start from a bare login shell.
@@ -103,35 +149,29 @@ def run(arguments: argparse.Namespace) -> int:
     names |= {SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE}
     interpreter = shlex.split(arguments.python_interpreter or "") or [sys.executable]
     job = mpi_launchers.Job(
-        command=(*interpreter, "-m", "tarantella_pp.launch.worker", *script),
+        command=(*interpreter, "-m", "tarantella_pp.launch.worker", *_script(arguments.command)),
         num_ranks=num_ranks,
         cores_per_rank=resources.threads_per_rank(per_node, os.environ),
-        hosts=hosts,
+        hosts=placed,
         names=tuple(sorted(names)),
         label_output=arguments.output_on_all_devices,
         options=tuple(shlex.split(arguments.mpi_args or "")),
         per_node=arguments.n_per_node,
     )
-    command = launcher.command(job)
-    if arguments.dry_run:
-        launcher.environment("", arguments.remote_shell)
-        _show(command, hosts, variables, exported)
-        return 0
-    quiet = given[environment.LOG_VARIABLE] != "0" and arguments.log_level in ("WARNING", "ERROR")
-    job_run = JobRun(launcher, num_ranks, arguments.timeout, hosts=hosts, quiet=quiet)
-    with job_folder() as folder:
-        return job_run.run(command, given | launcher.environment(folder, arguments.remote_shell))
+    own = launcher.environment(folder, arguments.remote_shell)
+    return Attempt(launcher.command(job), given | own, num_ranks, placed)
 
 
-def _placement(arguments: argparse.Namespace) -> tuple[tuple[HostRanks, ...], int, int]:
+def _placement(
+    arguments: argparse.Namespace, found: Sequence[Host]
+) -> tuple[tuple[HostRanks, ...], int, int]:
     """Returns the hosts with their ranks, if they are given, all ranks, and the most of a host."""
     from tarantella_pp.launch import hosts
     from tarantella_pp.launch.mpi_launchers import slurm_hosts, slurm_tasks
 
     per_node = arguments.n_per_node
-    if arguments.hostfile is not None:
-        found = hosts.read_hostfile(arguments.hostfile)
-        placed = hosts.place(found, arguments.num_ranks, per_node)
+    if found:
+        placed = hosts.place(found, arguments.num_ranks)
         counts = [host.count for host in placed]
         return placed, sum(counts), max(counts)
     nodes = slurm_hosts(os.environ)
@@ -146,10 +186,11 @@ def _placement(arguments: argparse.Namespace) -> tuple[tuple[HostRanks, ...], in
 
 
 def _variables(
-    arguments: argparse.Namespace, per_node: int, exported: dict[str, str]
+    arguments: argparse.Namespace, per_node: int, asked: int, exported: dict[str, str]
 ) -> dict[str, str]:
     """Returns the environment of the ranks, as far as it is not the user's."""
     from tarantella_pp.launch import environment, resources
+    from tarantella_pp.launch.records import RESTARTS_VARIABLE
 
     variables = environment.rank_environment(
         arguments.log_level, arguments.output_on_all_devices, {**os.environ, **exported}
@@ -158,6 +199,7 @@ def _variables(
         resources.RANKS_VARIABLE: str(per_node),
         resources.BIND_VARIABLE: "" if arguments.bind == "none" else "cores",
         environment.LOG_ALL_VARIABLE: "1" if arguments.log_on_all_devices else "0",
+        RESTARTS_VARIABLE: str(asked) if arguments.restarts else "",
         "TNT_TERMINAL": os.environ.get("TNT_TERMINAL", str(int(sys.stdout.isatty()))),
     }
     if arguments.share_gpus:
@@ -169,18 +211,18 @@ def _variables(
     return variables
 
 
-def _show(
-    command: list[str],
-    hosts: tuple[HostRanks, ...],
-    variables: dict[str, str],
-    exported: dict[str, str],
-) -> None:
+def _show(arguments: argparse.Namespace, attempt: Attempt) -> None:
     """Prints what would be run; the values of `-x` are the user's own, and may be secret."""
-    lines = [f"# {host}" for host in hosts]
+    from tarantella_pp.launch import environment, resources
+
+    exported = environment.parse_exports(arguments.exports, os.environ)
+    per_node = int(attempt.environment[resources.RANKS_VARIABLE])
+    variables = _variables(arguments, per_node, attempt.num_ranks, exported)
+    lines = [f"# {host}" for host in attempt.hosts]
     shown = {name: value for name, value in variables.items() if name not in exported}
     lines += [f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items())]
     lines += [f"{name}=<from -x>" for name in sorted(exported)]
-    sys.stdout.write("\n".join([*lines, shlex.join(command), ""]))
+    sys.stdout.write("\n".join([*lines, shlex.join(attempt.command), ""]))
 
 
 def without_dashes(command: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tarantella_pp.cause import describe
-from tarantella_pp.launch.records import FAILED, RETURNED, STARTED, headline
+from tarantella_pp.launch.records import FAILED, RESTARTS_VARIABLE, RETURNED, STARTED, headline
 
 # How long mpiexec gets to pass a rank's last words on before the job is aborted.
 _FORWARD_SECONDS = 0.3
@@ -40,6 +40,7 @@ class Guard:
         self._report = report
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._noted: dict[str, Any] = {}
 
     def start(self) -> None:
         """Makes this the guard of this process, and hooks into uncaught exceptions."""
@@ -48,10 +49,16 @@ class Guard:
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
 
+    def note(self, fields: dict[str, Any]) -> None:
+        """Keeps fields for the record of a failure; one rank reports how far all have come."""
+        self._noted |= fields
+        if self.rank == 0 and self._pid == os.getpid():
+            self._report(**fields)
+
     def fail(self, error: BaseException | None, cause: str, exit_code: int) -> None:
         """Reports that this rank has failed."""
         details = "" if error is None else "".join(traceback.format_exception(error))
-        self._end(FAILED, exit_code & 0xFF or 1, cause=cause, details=details)
+        self._end(FAILED, exit_code & 0xFF or 1, cause=cause, details=details, **self._noted)
 
     def leave(self) -> None:
         """Reports that the script of this rank has ended normally."""
@@ -98,6 +105,12 @@ def install(rank: int, size: int, abort: Callable[[int], object]) -> None:
         os._exit(record["exit_code"])
 
     Guard(rank, size, end_job).start()
+
+
+def note(**fields: Any) -> None:
+    """Tells the launcher, if it is to start the job again, what it must know to do so."""
+    if _guard is not None and os.environ.get(RESTARTS_VARIABLE):
+        _guard.note(fields)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pathlib
 import re
+import socket
+import subprocess
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tarantella_pp.errors import ConfigurationError
 
+_ANSWER_SECONDS = 15.0
 # `host`, `host:4` or `host slots=4`. ssh takes no name that begins with a dash for an option.
 _LINE = re.compile(
     r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::(?P<count>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?"
@@ -63,10 +67,10 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
     return hosts
 
 
-def place(
+def with_room(
     hosts: Sequence[Host], num_ranks: int | None = None, per_node: int | None = None
-) -> tuple[HostRanks, ...]:
-    """Fills one host after the other, so that few of a pipeline's links cross the network."""
+) -> tuple[Host, ...]:
+    """Returns the hosts with the number of ranks that each may have."""
     limited = any(host.slots is not None for host in hosts)
     if per_node is not None:
         wrong = [host for host in hosts if host.slots is not None and host.slots < per_node]
@@ -80,20 +84,53 @@ def place(
         room = [1 if host.slots is None else host.slots for host in hosts]
     else:
         each, left = divmod(num_ranks, len(hosts))
-        room = [each + (index < left) for index in range(len(hosts))]
-    wanted = sum(room) if num_ranks is None else num_ranks
-    if wanted > sum(room):
+        room = [max(1, each + (index < left)) for index in range(len(hosts))]
+    if num_ranks is not None and num_ranks > sum(room):
         remedy = "--n-per-node" if per_node is not None else "slots"
         raise ConfigurationError(
             f"The hosts take {sum(room)} ranks; ask for fewer, or give them more {remedy}. "
-            f"Received: -n {wanted}"
+            f"Received: -n {num_ranks}"
         )
+    return tuple(Host(host.name, most) for host, most in zip(hosts, room, strict=True))
+
+
+def place(hosts: Sequence[Host], num_ranks: int | None = None) -> tuple[HostRanks, ...]:
+    """Fills one host after the other, so that few of a pipeline's links cross the network."""
     found, first = [], 0
-    for host, most in zip(hosts, room, strict=True):
-        if count := min(most, wanted - first):
+    for host in hosts:
+        left = (host.slots or 0) if num_ranks is None else num_ranks - first
+        if count := min(host.slots or 0, left):
             found.append(HostRanks(host.name, first, count))
             first += count
     return tuple(found)
+
+
+def that_answer(hosts: Sequence[Host], shell: Sequence[str]) -> tuple[Host, ...]:
+    """Returns the hosts that a remote shell reaches, and this one; asks all at once."""
+    silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    asked = {
+        host: subprocess.Popen([*shell, host.name, "true"], **silent)  # type: ignore[call-overload]
+        for host in hosts
+        if not _is_here(host.name)
+    }
+    until = time.monotonic() + _ANSWER_SECONDS
+    for one in asked.values():
+        try:
+            one.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            one.kill()
+            one.wait()
+    return tuple(host for host in hosts if host not in asked or asked[host].returncode == 0)
+
+
+def _is_here(name: str) -> bool:
+    """Whether a name is one of this host, which need not have a server for remote shells."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tried:
+            tried.bind((name, 0))
+    except OSError:
+        return False
+    return True
 
 
 def _host(path: str, number: int, text: str) -> Host:

@@ -80,6 +80,10 @@ class Launcher(abc.ABC):
             LOCAL_RANK_VARIABLE: self.local_rank_variable,
         }
 
+    def shell(self, environ: Mapping[str, str]) -> list[str]:
+        """Returns what reaches other hosts in its environment; nothing if no shell does."""
+        return []
+
     def signal_for(self, number: signal.Signals) -> signal.Signals:
         """Returns what makes it pass SIGINT, or SIGTERM for any other, on and give ranks time."""
         return signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
@@ -116,6 +120,13 @@ class Mpich(Launcher):
             return ours
         return {**ours, "HYDRA_LAUNCHER_EXTRA_ARGS": " ".join([*options, *_options_of(own)])}
 
+    def shell(self, environ: Mapping[str, str]) -> list[str]:
+        """Returns ssh, rsh or what stands for them, with its options."""
+        kind = environ.get("HYDRA_LAUNCHER", "ssh")
+        options = environ.get("HYDRA_LAUNCHER_EXTRA_ARGS", "").split()
+        own = environ.get("HYDRA_LAUNCHER_EXEC") or kind
+        return [own, *options] if kind in ("ssh", "rsh") else []
+
 
 class OpenMpi(Launcher):
     """Open MPI, which refuses root and more ranks than cores, and binds all threads to one core."""
@@ -146,6 +157,11 @@ class OpenMpi(Launcher):
         if options := _options_of(shell.split()[0]):
             ours[_OPTIONS_OF_PRTE] = " ".join([*given.get(_OPTIONS_OF_PRTE, "").split(), *options])
         return {**ours, "PRTE_MCA_prte_local_tmpdir_base": directory}
+
+    def shell(self, environ: Mapping[str, str]) -> list[str]:
+        """Returns ssh or what stands for it, with its options."""
+        own = environ.get(_SHELL_OF_PRTE) or environ.get(_SHELL_OF_ORTE) or "ssh"
+        return [*own.split(), *environ.get(_OPTIONS_OF_PRTE, "").split()]
 
     def signal_for(self, number: signal.Signals) -> signal.Signals:
         """Returns what ranks' keepers take for SIGINT or SIGTERM: it kills 0.25 s after these."""

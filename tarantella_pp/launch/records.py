@@ -106,6 +106,9 @@ RANK_VARIABLE = "TNT_RANK_FROM"
 # The same for its number among the ranks of its host.
 LOCAL_RANK_VARIABLE = "TNT_LOCAL_RANK_FROM"
 
+# Set where a job that fails is started again: the number of ranks that it had at first.
+RESTARTS_VARIABLE = "TNT_RESTARTS"
+
 STARTED = "started"
 # Its script has ended, its process has not: MPI waits for the others there.
 RETURNED = "returned"
@@ -130,6 +133,8 @@ class Record:
     unexplained: bool = False  # whether MPI may have ended it, for another one
     stopped: bool = False  # whether a signal asked it to end
     order: int = 0  # of its last state among all ranks' states
+    step: int | None = None  # how far `fit` has come
+    is_final: bool = False  # whether it would fail the same way if it was started again
 
     @property
     def is_over(self) -> bool:

@@ -1,10 +1,14 @@
-"""Runs a job to its end: MPI starts the ranks, and all are ended when one has failed."""
+"""Runs a job to its end: MPI starts the ranks, and all are ended when one has failed.
+
+Where restarts are left, the job is then started again, and goes on from its last checkpoint.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import enum
+import itertools
 import os
 import pathlib
 import queue
@@ -13,7 +17,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import psutil
 
@@ -55,6 +59,8 @@ CLOSING_SECONDS = 5.0
 # How long the ranks may take to end after the launcher got a signal, or its terminal is gone.
 # Ignored signals (`nohup`, jobs in the background) stay ignored.
 GRACE_SECONDS = {signal.SIGTERM: 30.0, signal.SIGINT: 5.0, signal.SIGHUP: 30.0}
+# How often in a row a job may fail in the same way, in the same step, before it is given up.
+MOST_ALIKE = 3
 
 
 class Exit(enum.IntEnum):
@@ -67,59 +73,127 @@ class Exit(enum.IntEnum):
     INTERRUPTED = 130
 
 
-# The exit code of an MPI launcher is not to be trusted: some return 0 after a rank has left in the
-# middle, some never return. A job has succeeded when every rank has put on record that it has.
-class JobRun:
-    """Runs one job to its end, whatever end that is."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attempt:
+    """A job as it is to be started."""
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        num_ranks: int,
-        timeout: float | None = None,
-        *,
-        hosts: Sequence[HostRanks] = (),
-        quiet: bool = False,
-    ) -> None:
-        self._launcher = launcher
-        self._records = Records(num_ranks)
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._stderr = JobStderr(self._lines.put, quiet=quiet)
-        self._num_ranks = num_ranks
-        self._hosts = hosts
-        self._shells: dict[HostRanks, psutil.Process] = {}
-        self._suspects: set[HostRanks] = set()
-        self._next_look = 0.0
-        self._timeout = timeout
-        self._stopped_by: signal.Signals | None = None
-        self._passed_on = False
-        self._deadline = 0.0
-        self._files: set[str] = set()  # of memory that the ranks share
+    command: Sequence[str]  # MPI's launcher and all that it is given
+    environment: Mapping[str, str]
+    num_ranks: int
+    hosts: Sequence[HostRanks] = ()
 
-    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Starts MPI's launcher, waits for the end of the job and cleans up after it."""
-        adopt_orphans()
+    def __str__(self) -> str:
+        """Returns which ranks are where."""
+        return ", ".join(map(str, self.hosts)) or f"{self.num_ranks} ranks"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """How an attempt has failed; equal ones look alike."""
+
+    rank: int | None
+    cause: str
+    step: int | None
+    text: str = dataclasses.field(compare=False)  # what a user reads of it
+
+
+def run_job(
+    launcher: Launcher,
+    attempts: Iterable[Attempt],
+    *,
+    restarts: int = 0,
+    timeout: float | None = None,
+    quiet: bool = False,
+) -> int:
+    """Runs a job to its end, by another attempt where one has failed; returns the exit code."""
+    adopt_orphans()
+    code, failures, stop, start = 1, list[Failure](), Stop(), time.monotonic()
+    with stop.noted():
+        for attempt in itertools.islice(attempts, restarts + 1):
+            if stop.number is not None:
+                return _report_stop(stop.number)
+            if failures:
+                _tell(f"restart {len(failures)} of {restarts}: {attempt}")
+            job = JobRun(launcher, attempt, stop, quiet=quiet)
+            code = job.run(start, timeout)
+            if job.failure is None:
+                break
+            failures.append(job.failure)
+            if failures[-MOST_ALIKE:] == MOST_ALIKE * [job.failure]:
+                where = "" if job.failure.step is None else f" in step {job.failure.step + 1}"
+                _tell(f"the same failure {MOST_ALIKE} times{where}: no restart helps. The first:")
+                _write(failures[-MOST_ALIKE].text)
+                break
+        else:
+            if len(failures) <= restarts:
+                _tell("no host of the job answers any more")
+    return code
+
+
+class Stop:
+    """The first signal that has asked this process to end its job, and until when ranks may."""
+
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None
+        self.deadline = 0.0
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes signals while a job runs."""
         previous = {
             number: signal.signal(number, self._on_signal)
             for number in GRACE_SECONDS
             if signal.getsignal(number) is not signal.SIG_IGN
         }
-        mpi = self._start(command, environment)
         try:
-            return self._wait(mpi)
+            yield
         finally:
-            self._end(mpi)
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _start(
-        self, command: Sequence[str], environment: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
-        parent = os.getpid()
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        """Notes the first signal; the second one ends the patience with the ranks."""
+        seconds = 0.0 if self.number is not None else GRACE_SECONDS[signal.Signals(number)]
+        self.number = self.number or signal.Signals(number)
+        self.deadline = time.monotonic() + seconds
+
+
+# The exit code of an MPI launcher is not to be trusted: some return 0 after a rank has left in the
+# middle, some never return. A job has succeeded when every rank has put on record that it has.
+class JobRun:
+    """Runs one attempt to its end, whatever end that is."""
+
+    def __init__(
+        self, launcher: Launcher, attempt: Attempt, stop: Stop, *, quiet: bool = False
+    ) -> None:
+        self.failure: Failure | None = None  # one after which another attempt may succeed
+        self._launcher = launcher
+        self._attempt = attempt
+        self._stop = stop
+        self._records = Records(attempt.num_ranks)
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._stderr = JobStderr(self._lines.put, quiet=quiet)
+        self._hosts = attempt.hosts
+        self._shells: dict[HostRanks, psutil.Process] = {}
+        self._suspects: set[HostRanks] = set()
+        self._next_look = 0.0
+        self._passed_on = False
+        self._files: set[str] = set()  # of memory that the ranks share
+
+    def run(self, start: float, timeout: float | None = None) -> int:
+        """Starts MPI's launcher, waits for the end of the job and cleans up after it."""
+        mpi = self._start()
+        try:
+            return self._wait(mpi, start, timeout)
+        finally:
+            self._end(mpi)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        parent, command, size = os.getpid(), self._attempt.command, self._attempt.num_ranks
         try:
             return subprocess.Popen(
                 list(command),
-                env={**environment, SIZE_VARIABLE: str(self._num_ranks)},
+                env={**self._attempt.environment, SIZE_VARIABLE: str(size)},
                 stderr=self._stderr.descriptor,
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(parent),
@@ -129,22 +203,22 @@ class JobRun:
         finally:
             self._stderr.start()
 
-    def _wait(self, mpi: subprocess.Popen[bytes]) -> int:
+    def _wait(self, mpi: subprocess.Popen[bytes], start: float, timeout: float | None) -> int:
         """Looks at the records until the job has ended or must be ended."""
-        records, start, settled = self._records, time.monotonic(), False
+        records, stop, begin, settled = self._records, self._stop, time.monotonic(), False
         while True:
             self._take(POLL_SECONDS)
             gone = mpi.poll() is not None
             if gone:  # its ranks' last records may still be on their way
                 self._settle(SETTLE_SECONDS)
             failure = records.first_failure() or self._on_dead_host(mpi.pid)
-            if self._stopped_by is not None:
-                if gone or records.all_in(*ENDED) or time.monotonic() > self._deadline:
-                    return _report_stop(self._stopped_by)
+            if stop.number is not None:
+                if gone or records.all_in(*ENDED) or time.monotonic() > stop.deadline:
+                    return _report_stop(stop.number)
                 if not self._passed_on:
                     self._passed_on = True
                     self._files |= shared_memory()
-                    mpi.send_signal(self._launcher.signal_for(self._stopped_by))
+                    mpi.send_signal(self._launcher.signal_for(stop.number))
             elif failure is not None:
                 self._settle(SETTLE_SECONDS)
                 return self._report_failure(records.first_failure() or failure, mpi)
@@ -159,12 +233,12 @@ class JobRun:
                 missing, what = records.missing(), "its ranks were still at work (MPI_Abort?)"
                 what = f"ranks {missing} never started{self._advice()}" if missing else what
                 name = pathlib.Path(str(mpi.args[0])).name  # type: ignore[index]
-                _tell(f"{name} {describe_exit(mpi.returncode)}, but {what}")
+                self._fail(f"tarantella: {name} {describe_exit(mpi.returncode)}, but {what}\n")
                 return max(mpi.returncode, Exit.FAILED)
-            elif self._timeout is not None and time.monotonic() - start > self._timeout:
-                _tell(f"the job was killed after {self._timeout:g} s (--timeout)")
+            elif timeout is not None and time.monotonic() - start > timeout:
+                _tell(f"the job was killed after {timeout:g} s (--timeout)")
                 return Exit.TIMEOUT
-            elif self._strays(start):
+            elif self._strays(begin):
                 return Exit.FAILED
 
     def _take(self, seconds: float) -> None:
@@ -209,7 +283,8 @@ class JobRun:
         since = time.monotonic() - start
         if (self._records.age() if self._records else since) <= START_SECONDS:
             return False
-        _tell(f"ranks {missing} did not start within {START_SECONDS:g} s{self._advice()}")
+        late = f"ranks {missing} did not start within {START_SECONDS:g} s{self._advice()}"
+        self._fail(f"tarantella: {late}\n")
         return True
 
     def _advice(self) -> str:
@@ -227,9 +302,20 @@ class JobRun:
             failure = dataclasses.replace(failure, cause=cause, exit_code=code)
         if failure.stopped and failure.exit_code == Exit.PREEMPTED:  # and not by this process
             return _report_stop(signal.SIGTERM)
-        line = headline(failure.rank, self._num_ranks, failure.host, failure.cause)
-        _write(f"{failure.details}{line}\n")
+        line = headline(failure.rank, self._attempt.num_ranks, failure.host, failure.cause)
+        self._fail(f"{failure.details}{line}\n", failure)
         return failure.exit_code or Exit.FAILED
+
+    def _fail(self, text: str, record: Record | None = None) -> None:
+        """Says how the attempt has failed, and keeps it unless another attempt would not help."""
+        _write(text)
+        first = self._records.get(0)
+        step = None if first is None else first.step
+        if record is None:
+            self.failure = Failure(None, text, step, text)
+        elif record.exit_code != Exit.PREEMPTED and not record.is_final:
+            step = step if record.step is None else record.step
+            self.failure = Failure(record.rank, record.cause, step, text)
 
     def _end(self, mpi: subprocess.Popen[bytes]) -> None:
         """Ends MPI's launcher, with it all its processes, and kills the rest on this host."""
@@ -241,12 +327,6 @@ class JobRun:
         remove(self._files)
         self._stderr.finish(CLOSING_SECONDS)
         self._take(0.0)
-
-    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        """Notes the first signal; the second one ends the patience with the ranks."""
-        seconds = 0.0 if self._stopped_by is not None else GRACE_SECONDS[signal.Signals(number)]
-        self._stopped_by = self._stopped_by or signal.Signals(number)
-        self._deadline = time.monotonic() + seconds
 
 
 def _report_stop(number: signal.Signals) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -80,9 +81,29 @@ def _fitting(
     return msgspec.structs.replace(fitting, memory_limit=None)  # which is not the user's
 
 
+def _on_fewer(options: PlanOptions, num_ranks: int) -> PlanOptions:
+    """Leaves stages and replicas open where a job has lost ranks, and these do not fit the rest."""
+    asked = int(os.environ.get("TNT_RESTARTS") or 0)
+    stages, replicas = options.num_stages, options.num_replicas
+    if asked <= num_ranks or not isinstance(options.balance, str | None):
+        return options
+    try:
+        replicas_of(stages or max(1, num_ranks // (replicas or 1)), num_ranks, replicas)
+    except ConfigurationError:
+        warnings.warn(
+            f"num_stages={stages} and num_replicas={replicas} do not fit the {num_ranks} ranks "
+            f"that are left of {asked}: others are chosen.",
+            stacklevel=2,
+        )
+        return replace(options, num_stages=None, num_replicas=None)
+    return options
+
+
 def _on_ranks(options: PlanOptions, num_ranks: int, extracted: ExtractedModel) -> PlanOptions:
     """Says in the options how many ranks there are, or what follows from that."""
     custom = None if options.schedule is None else read_schedule(options.schedule)
+    if custom is None:
+        options = _on_fewer(options, num_ranks)
     stages, replicas = options.implied_stages(custom), options.num_replicas
     options = replace(options, schedule=custom or options.schedule)
     if stages is None and num_ranks == 1:

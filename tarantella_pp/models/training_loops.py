@@ -20,6 +20,7 @@ import keras
 
 from tarantella_pp.callbacks.rank_rules import (
     callbacks_of_rank,
+    check_restarts,
     checkpoint_of,
     kinds_of_all_ranks,
     with_trace,
@@ -174,6 +175,7 @@ class TrainingLoops(_AnyModel):
             return [first, GivenData(parts, options)]
 
         checkpoint = checkpoint_of(callbacks)
+        check_restarts(checkpoint, engine.communicator)
         train, validation = shared_adapters(engine, find, describe=checkpoint is not None)
         if checkpoint is not None:
             checkpoint.begin(

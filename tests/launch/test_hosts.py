@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.launch import environment
-from tarantella_pp.launch.hosts import Host, place, read_hostfile
+from tarantella_pp.launch import environment, hosts
+from tarantella_pp.launch.hosts import Host, place, read_hostfile, that_answer, with_room
 from tarantella_pp.launch.records import FAILED, Records, without_records, write, write_all
 
 HOSTFILE = """
@@ -78,10 +78,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 def test_hosts_are_filled_one_after_the_other_and_never_more(slots, ranks, per_node, expected):
     hosts = [Host(f"h{index}", each) for index, each in enumerate(slots)]
     if isinstance(expected, list):
-        assert [host.count for host in place(hosts, ranks, per_node)] == expected
+        assert [host.count for host in place(with_room(hosts, ranks, per_node), ranks)] == expected
         return
     with pytest.raises(ConfigurationError) as error:
-        place(hosts, ranks, per_node)
+        place(with_room(hosts, ranks, per_node), ranks)
     assert expected in str(error.value)
 
 
@@ -89,7 +89,7 @@ def test_hosts_are_filled_one_after_the_other_and_never_more(slots, ranks, per_n
 def test_ranks_of_a_host_are_neighbours(slots, ranks):
     hosts = [Host(f"h{index}", each) for index, each in enumerate(slots)]
     try:
-        placed = place(hosts, ranks)
+        placed = place(with_room(hosts, ranks), ranks)
     except ConfigurationError:
         assert ranks > sum(1 if each is None else each for each in slots)
         return
@@ -101,6 +101,25 @@ def test_ranks_of_a_host_are_neighbours(slots, ranks):
         assert all(host.count <= (most[host.name] or 1) for host in placed)
     else:
         assert placed[0].count - placed[-1].count <= 1
+
+
+def test_a_host_that_is_left_takes_no_more_ranks_than_before():
+    for slots, ranks, per_node, left in [(None, 4, None, 2), (3, 4, None, 3), (None, 3, 2, 2)]:
+        first = with_room([Host("a", slots), Host("b", slots)], ranks, per_node)
+        assert sum(host.count for host in place(first, ranks)) == ranks
+        assert [host.count for host in place(first[1:], ranks)] == [left]
+
+
+def test_hosts_are_asked_all_at_once_and_this_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(hosts, "_ANSWER_SECONDS", 1.0)
+    shell = tmp_path / "shell"
+    shell.write_text(
+        '#!/bin/sh\ncase "$2" in near) exec $3 ;; slow*) exec sleep 60 ;; esac; exit 255'
+    )
+    shell.chmod(0o700)
+    names = ["slow-1", "near", "far", "localhost", "slow-2"]
+    left = that_answer([Host(name) for name in names], [str(shell), "-option"])
+    assert left == (Host("near"), Host("localhost"))
 
 
 def variables(given: dict[str, str]) -> dict[str, str]:

@@ -18,13 +18,18 @@ PROGRAM = """
     run_job.CLOSING_SECONDS = 3.0
     run_job.START_SECONDS = 3.0
     command, hosts = [sys.executable, "-c", sys.argv[1]], [HostRanks(h, 0, 2) for h in sys.argv[2:]]
-    sys.exit(run_job.JobRun(Mpich("mpiexec"), 2, hosts=hosts).run(command, dict(os.environ)))
+    attempts = [
+        run_job.Attempt(command, {**os.environ, "ATTEMPT": str(n)}, 2, hosts) for n in range(9)
+    ]
+    options = eval(os.environ.get("OPTIONS", "{}"))
+    sys.exit(run_job.run_job(Mpich("mpiexec"), attempts, **options))
 """
 ACTOR = """
 import os, sys, time
 from tarantella_pp.launch.records import write
 def say(rank, state, **changes):
     write(2, rank, state=state, **changes)
+attempt = os.environ["ATTEMPT"]
 """
 BOTH_START = "import subprocess; say(0, 'started'); say(1, 'started')"
 FAILS = "say(0, 'failed', cause='c', details='text\\n', exit_code=9)"
@@ -58,6 +63,47 @@ def test_records_count_not_the_exit_code_of_mpiexec():
         check(job, code, message)
 
 
+DIES = "say(0, 'failed', cause='c', exit_code=9, details=attempt + '\\n')"
+# What ranks do, options, exit code, how often the job is started again, and its last words.
+RESTARTED = [
+    # The same failure three times in a row, with other details, after one in another step
+    (
+        f"write(2, 0, step=4 + (attempt != '0')); {DIES}",
+        {"restarts": 8}, 9, 3, "3 times in step 6: no restart helps. The first:\n1\ntarantella: ",
+    ),
+    # What a rank says of its own step counts, not what the first one has come to.
+    (
+        "write(2, 0, step=int(attempt)); say(1, 'failed', cause='c', exit_code=9, step=2)",
+        {"restarts": 8}, 9, 2, "3 times in step 3: no restart helps.",
+    ),
+    (
+        "say(0, 'finished'); say(1, *['failed', 'finished'][attempt == '2':][:1], cause=attempt)",
+        {"restarts": 2}, 0, 2, "",
+    ),
+    ("say(0, 'failed', cause=attempt, exit_code=9)", {"restarts": 2}, 9, 2, "failed first: 2\n"),
+    ("say(0, 'failed', exit_code=75)", {"restarts": 8}, 75, 0, "failed first: \n"),
+    ("say(0, 'failed', cause='c', is_final=True)", {"restarts": 8}, 1, 0, "failed first: c\n"),
+    (
+        "time.sleep(2); say(0, 'failed', cause=attempt)",
+        {"restarts": 8, "timeout": 3}, 124, None, "after 3 s (--timeout)",
+    ),
+    (
+        "attempt == '1' and os.kill(os.getppid(), 15); say(0, 'failed', cause=attempt)",
+        {"restarts": 8}, 75, 1, "the job was stopped by SIGTERM\n",
+    ),
+    ("say(0, 'failed', cause=attempt)", {"restarts": 9}, 1, 8, "no host of the job answers any"),
+]  # fmt: skip
+
+
+def test_a_job_that_fails_is_started_again_unless_that_would_not_help():
+    jobs = [started(acts, OPTIONS=repr(options)) for acts, options, *_ in RESTARTED]
+    for job, (_, _, code, restarts, words) in zip(jobs, RESTARTED, strict=True):
+        _, text = job.communicate(timeout=60)
+        assert job.returncode == code, text
+        assert restarts in (None, text.count("tarantella: restart ")), text
+        assert words in text.rpartition("tarantella: restart ")[2]
+
+
 def test_signals_that_are_ignored_stay_so():
     """As under `nohup`, and in the background of a shell without job control."""
     acts = "say(0, 'started'); os.kill(os.getppid(), 1); os.kill(os.getppid(), 2); time.sleep(1)\n"
@@ -82,9 +128,10 @@ def test_nobody_need_read_what_the_launcher_says(tmp_path):
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
-def started(acts: str, *hosts: str, program: str = PROGRAM) -> subprocess.Popen[str]:
+def started(acts: str, *hosts: str, program: str = PROGRAM, **given: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", textwrap.dedent(program), ACTOR + acts, *hosts]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, **given}
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def check(job: subprocess.Popen[str], code: int, message: str) -> None:

@@ -15,6 +15,7 @@ from tarantella_pp.models import agreed_plan
 from tarantella_pp.models.make_plan import ACCELERATOR, CORE, default_machine, make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.graph.keras_reader import extract
+from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machines
 from tarantella_pp.partition.plan.page import render_html
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, planned_step
@@ -315,3 +316,16 @@ def test_a_limit_that_is_given_is_kept(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert planned(monkeypatch, 1024, memory_limit="100GB").memory_limit == 10**11
+
+
+def test_options_that_do_not_fit_the_ranks_that_are_left_are_open(monkeypatch):
+    monkeypatch.setenv("TNT_RESTARTS", "6")
+    extracted = extract(tower(8))
+    for given in ({"num_stages": 3}, {"num_stages": 2, "num_replicas": 3}, {"num_replicas": 3}):
+        assert agreed_plan._on_ranks(PlanOptions(**given), 6, extracted).num_ranks in (None, 6)
+        with pytest.warns(UserWarning, match="do not fit the 4 ranks that are left of 6"):
+            found = agreed_plan._on_ranks(PlanOptions(**given), 4, extracted)
+        assert (found.num_stages, found.num_replicas, found.num_ranks) == (None, None, 4)
+    assert agreed_plan._on_ranks(PlanOptions(num_stages=4), 4, extracted).num_stages == 4
+    with pytest.raises(ConfigurationError, match="num_stages=3 on 4 ranks"):
+        agreed_plan._on_ranks(PlanOptions(num_stages=3, balance=[3, 3, 2]), 4, extracted)

@@ -206,6 +206,10 @@ class Communicator(Channel):
         if not self.is_alone:
             self.process.agreement.failed(method, error)
 
+    def note(self, **fields: Any) -> None:
+        """Tells the launcher what it must know to start the job again, if it is to do so."""
+        guard.note(**fields)
+
     def alone(self, who: str) -> contextlib.AbstractContextManager[None]:
         """Surrounds code of the user's that only one rank runs, with a name for it."""
         if self.is_alone:

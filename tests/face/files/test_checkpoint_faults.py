@@ -222,6 +222,15 @@ def test_another_option_of_the_loss_is_another_loss(tmp_path):
     fit(tmp_path, model(loss=huber(delta=0.3)))
 
 
+def test_a_run_that_could_not_be_started_again_does_not_begin(tmp_path, monkeypatch):
+    monkeypatch.setenv("TNT_RESTARTS", "1")
+    trained = model()
+    with pytest.raises(ConfigurationError, match=r"--restarts` and no Checkpoint .* leave --res"):
+        trained.fit(X, Y, verbose=0)
+    assert int(trained.optimizer.iterations) == 0
+    fit(tmp_path, trained, epochs=1)
+
+
 def test_what_cannot_work_is_refused(tmp_path):
     make = tnt.callbacks.Checkpoint
     for options in ({"every": 0}, {"every": "step"}, {"keep": 0}, {"directory": 3}):

@@ -31,7 +31,7 @@ def trained(sentence, **options):
         return None
 
 
-@asked_for(2)
+@asked_for(1)
 @given(sentences())
 def test_random_models_give_the_numbers_of_keras(sentence):
     keras.backend.clear_session()

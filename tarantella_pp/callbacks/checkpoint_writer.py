@@ -5,8 +5,8 @@ rank 0   empty folder    its file, its part   waits for parts, manifest, its nam
                  \                       ^
 rank 1            `->    its file, its part
 
-A part says what is in a file once that is on the disk. Before the next checkpoint, and at the end
-of training, all ranks hear how it went.
+A part describes a file that is on the disk. Before the next checkpoint, and at the end of training,
+all ranks hear how it went.
 """
 
 from __future__ import annotations
@@ -122,13 +122,13 @@ class CheckpointWriter:
     ) -> None:
         """Writes this rank's file, then the part that tells of it."""
         part = draft / f"rank-{self._ranks.rank:05d}.json"
-        told: list[Any] = []
+        found: list[Any] = []
         if specs:
             path = part.with_suffix(".safetensors")
             written = write_tensors(path, specs, lambda key: _value(values.pop(key), copy=False))
-            told = [path.name, *written, self._ranks.rank, self._stages, tensors]
+            found = [path.name, *written, self._ranks.rank, self._stages, tensors]
         unfinished = part.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(told))
+        unfinished.write_text(json.dumps(found))
         unfinished.rename(part)
 
     def _publish(self, draft: Path, state: Mapping[str, Any], own: Future[None]) -> None:

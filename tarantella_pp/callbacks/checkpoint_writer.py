@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _THREAD = "tarantella-checkpoint"
 _POLL_SECONDS = 0.05
+# After an error, which ends the job once it leaves `fit`: for the checkpoint that is being written.
+_PATIENCE_SECONDS = 30.0
 _LOWEST_PRIORITY = 19
 
 
@@ -74,8 +77,9 @@ class CheckpointWriter:
         self.finish()
         directory, name = self._directory, checkpoint_folder.name_of_step(state["step"])
         begin = checkpoint_folder.begin_draft
-        draft = self._on_first(name, lambda: str(begin(directory, state["step"], self._known)))
-        self._draft = Path(draft)
+        draft = Path(
+            self._on_first(name, lambda: str(begin(directory, state["step"], self._known)))
+        )
         specs = {
             key: (each.dtype.name, each.shape) if isinstance(each, np.ndarray) else spec_of(each)
             for key, each in own.items()
@@ -87,9 +91,10 @@ class CheckpointWriter:
             values = {key: _value(each) for key, each in own.items()}
         # Its one thread ends by itself when all is done.
         pool = ThreadPoolExecutor(1, _THREAD, _give_way)
-        self._own = pool.submit(self._write_own, self._draft, specs, tensors, values)
+        self._own = pool.submit(self._write_own, draft, specs, tensors, values)
         if self._ranks.rank == 0:
-            self._rest = pool.submit(self._publish, self._draft, state, self._own)
+            self._rest = pool.submit(self._publish, draft, state, self._own)
+        self._draft = draft
         pool.shutdown(wait=False)
         if not copied:
             wait([self._own])
@@ -111,11 +116,13 @@ class CheckpointWriter:
             raise
 
     def abandon(self) -> None:
-        """Waits for no other rank any more, which may have ended; takes this rank alone."""
-        if self._ranks.size > 1:
-            self._cancelled.set()
-        elif self._draft is not None and self._rest is not None:
-            wait([self._rest])
+        """Waits a while, for another rank may have ended; takes this rank alone."""
+        if self._draft is not None:
+            until = time.monotonic() + _PATIENCE_SECONDS
+            wait([self._rest or self._own], _PATIENCE_SECONDS)
+            while self._rest is None and self._draft.exists() and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+        self._cancelled.set()
 
     def _write_own(
         self, draft: Path, specs: Any, tensors: list[Any], values: dict[str, Any]
@@ -136,7 +143,7 @@ class CheckpointWriter:
         parts = [draft / f"rank-{rank:05d}.json" for rank in range(self._ranks.size)]
         if own.exception() is not None:
             return
-        while not all(part.exists() for part in parts):
+        while not {part.name for part in parts}.issubset(os.listdir(draft)):
             if self._cancelled.wait(_POLL_SECONDS):
                 return
         files, tensors = _gathered([json.loads(part.read_bytes()) for part in parts])

@@ -91,10 +91,9 @@ class Attempt:
 class Failure:
     """How an attempt has failed; equal ones look alike."""
 
-    rank: int | None
     cause: str
     step: int | None
-    text: str = dataclasses.field(compare=False)  # what a user reads of it
+    text: str = dataclasses.field(compare=False)  # what a user reads of it, with the rank
 
 
 def run_job(
@@ -111,22 +110,23 @@ def run_job(
     with stop.noted():
         for attempt in itertools.islice(attempts, restarts + 1):
             if stop.number is not None:
-                return _report_stop(stop.number)
+                break
             if failures:
                 _tell(f"restart {len(failures)} of {restarts}: {attempt}")
             job = JobRun(launcher, attempt, stop, quiet=quiet)
             code = job.run(start, timeout)
             if job.failure is None:
-                break
+                return code
             failures.append(job.failure)
             if failures[-MOST_ALIKE:] == MOST_ALIKE * [job.failure]:
                 where = "" if job.failure.step is None else f" in step {job.failure.step + 1}"
                 _tell(f"the same failure {MOST_ALIKE} times{where}: no restart helps. The first:")
                 _write(failures[-MOST_ALIKE].text)
-                break
-        else:
-            if len(failures) <= restarts:
-                _tell("no host of the job answers any more")
+                return code
+        if stop.number is not None:  # before an attempt, or while hosts were asked for it
+            return _report_stop(stop.number)
+        if len(failures) <= restarts:
+            _tell("no host of the job answers any more")
     return code
 
 
@@ -312,10 +312,10 @@ class JobRun:
         first = self._records.get(0)
         step = None if first is None else first.step
         if record is None:
-            self.failure = Failure(None, text, step, text)
+            self.failure = Failure(text, step, text)
         elif record.exit_code != Exit.PREEMPTED and not record.is_final:
             step = step if record.step is None else record.step
-            self.failure = Failure(record.rank, record.cause, step, text)
+            self.failure = Failure(record.cause, step, text)
 
     def _end(self, mpi: subprocess.Popen[bytes]) -> None:
         """Ends MPI's launcher, with it all its processes, and kills the rest on this host."""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -122,7 +123,8 @@ def test_it_is_written_while_training_goes_on_if_a_copy_has_room(tmp_path, monke
     assert newest(tmp_path) == 1
 
 
-def test_what_another_rank_does_not_finish_has_no_name_and_is_in_nobodys_way(tmp_path):
+def test_what_another_rank_does_not_finish_has_no_name_and_is_in_nobodys_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_writer, "_PATIENCE_SECONDS", 0.0)
     write(tmp_path, 1)
     two = Communicator()
     two.size, two.allgather_json = 2, lambda value: [value, value]
@@ -131,6 +133,12 @@ def test_what_another_rank_does_not_finish_has_no_name_and_is_in_nobodys_way(tmp
     assert newest(tmp_path) == 1
     write(tmp_path, 2)
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+    writer = begun(tmp_path, 3, two)
+    while not any(tmp_path.glob("*/rank-00000.json")):
+        time.sleep(0.01)
+    shutil.rmtree(tmp_path)
+    with pytest.raises(FileError, match="its folder is not there"):
+        writer.finish()
 
 
 class Killed(BaseException):

@@ -91,17 +91,12 @@ def test_each_rank_takes_a_gpu(
         assert f"rank {rank} takes {gpu}, growth true\n" in result.stdout
 
 
-def test_a_job_that_is_killed_twice_is_one_training(python: str, tmp_path: pathlib.Path) -> None:
-    """Without a checkpoint it does not begin."""
-    command = ["restarted.py", str(tmp_path), "2"]
-    with tarantella(python, "--restarts", "8", "--", *command) as job:
-        result = job.result()
-    assert result.code == 1
-    assert "tarantella: restart" not in result.stderr
-    assert "no Checkpoint among the callbacks" in result.stderr.splitlines()[-1]
-    with tarantella(python, "-n", "2", "--restarts", "2", *command, "3-0", "7-1") as job:
+@pytest.mark.slow
+def test_a_job_that_is_killed_is_one_training(python: str, tmp_path: pathlib.Path) -> None:
+    command = ["restarted.py", str(tmp_path), "2", "5-1"]
+    with tarantella(python, "-n", "2", "--restarts", "2", *command) as job:
         result = job.result(limit=300)
         assert not job.processes()
     assert result.code == 0, result.stderr
-    assert result.stderr.count("tarantella: restart ") == 2
+    assert result.stderr.count("tarantella: restart ") == 1
     assert result.stdout == "2 ranks, 2 stages, close: True\n"

@@ -315,7 +315,9 @@ class JobRun:
             self.failure = Failure(text, step, text)
         elif record.exit_code != Exit.PREEMPTED and not record.is_final:
             step = step if record.step is None else record.step
-            self.failure = Failure(record.cause, step, text)
+            # All ranks may raise the same, and any of them first; a kill is of one rank.
+            which = "" if record.details else f"rank {record.rank}: "
+            self.failure = Failure(which + record.cause, step, text)
 
     def _end(self, mpi: subprocess.Popen[bytes]) -> None:
         """Ends MPI's launcher, with it all its processes, and kills the rest on this host."""

@@ -71,6 +71,11 @@ RESTARTED = [
         f"write(2, 0, step=4 + (attempt != '0')); {DIES}",
         {"restarts": 8}, 9, 3, "3 times in step 6: no restart helps. The first:\n1\ntarantella: ",
     ),
+    # Of another rank each time, a kill is another failure.
+    (
+        "say(int(attempt) % 2, 'failed', cause='killed', exit_code=9)",
+        {"restarts": 4}, 9, 4, "failed first: killed\n",
+    ),
     # What a rank says of its own step counts, not what the first one has come to.
     (
         "write(2, 0, step=int(attempt)); say(1, 'failed', cause='c', exit_code=9, step=2)",

@@ -315,9 +315,10 @@ class JobRun:
             self.failure = Failure(text, step, text)
         elif record.exit_code != Exit.PREEMPTED and not record.is_final:
             step = step if record.step is None else record.step
-            # All ranks may raise the same, and any of them first; a kill is of one rank.
-            which = "" if record.details else f"rank {record.rank}: "
-            self.failure = Failure(which + record.cause, step, text)
+            # All ranks may fail alike, in other words, any of them first; a kill is of one rank.
+            cause = record.cause.partition(":")[0] if record.details else record.cause
+            which = f"rank {record.rank}: " if record.exit_code > 128 else ""
+            self.failure = Failure(which + cause, step, text)
 
     def _end(self, mpi: subprocess.Popen[bytes]) -> None:
         """Ends MPI's launcher, with it all its processes, and kills the rest on this host."""

@@ -63,7 +63,9 @@ def test_records_count_not_the_exit_code_of_mpiexec():
         check(job, code, message)
 
 
-DIES = "say(int(attempt) % 2, 'failed', cause='c', exit_code=9, details=attempt + '\\n')"
+DIES = (
+    "say(int(attempt) % 2, 'failed', cause='E: ' + attempt, exit_code=9, details=attempt + '\\n')"
+)
 # What ranks do, options, exit code, how often the job is started again, and its last words.
 RESTARTED = [
     # The same failure three times in a row, of any rank, after one in another step
@@ -73,9 +75,10 @@ RESTARTED = [
     ),
     # Of another rank each time, a kill is another failure.
     (
-        "say(int(attempt) % 2, 'failed', cause='killed', exit_code=9)",
-        {"restarts": 4}, 9, 4, "failed first: killed\n",
+        "say(int(attempt) % 2, 'failed', cause='killed', exit_code=137)",
+        {"restarts": 4}, 137, 4, "failed first: killed\n",
     ),
+    ("say(int(attempt) % 2, 'failed', cause='exit', exit_code=2)", {"restarts": 4}, 2, 2, "helps"),
     # What a rank says of its own step counts, not what the first one has come to.
     (
         "write(2, 0, step=int(attempt)); say(1, 'failed', cause='c', exit_code=9, step=2)",

@@ -31,7 +31,7 @@ from tarantella_pp.callbacks.tensor_file import write_tensors
 from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.machine import free_memory, memory_of_each_rank
-from tarantella_pp.runtime.comm.tensor_buffers import value_of, variable_bytes
+from tarantella_pp.runtime.comm.tensor_buffers import buffer_of, variable_bytes
 from tarantella_pp.runtime.weights.optimizer_state import spec_of
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class CheckpointWriter:
         tensors = [[key, getattr(own[key], "path", key), *specs[key]] for key in own]
         values: dict[str, Any] = dict(own)
         size = sum(getattr(each, "nbytes", None) or variable_bytes(each) for each in own.values())
-        if copied := size < free_memory(self._memory):  # for the next step changes variables
+        if copied := size < free_memory(self._memory):
             values = {key: _value(each) for key, each in own.items()}
         # Its one thread ends by itself when all is done.
         pool = ThreadPoolExecutor(1, _THREAD, _give_way)
@@ -194,7 +194,7 @@ def _value(given: Any, *, copy: bool = True) -> np.ndarray[Any, Any]:
     """The value of a variable or an array."""
     if isinstance(given, np.ndarray):
         return given.copy() if copy else given
-    return value_of(given)
+    return buffer_of(given)  # TensorFlow copies it when the next step changes the variable
 
 
 def _gathered(

@@ -87,7 +87,8 @@ class CheckpointWriter:
         tensors = [[key, getattr(own[key], "path", key), *specs[key]] for key in own]
         values: dict[str, Any] = dict(own)
         size = sum(getattr(each, "nbytes", None) or variable_bytes(each) for each in own.values())
-        if copied := size < free_memory(self._memory):
+        # Without room for the copies that TensorFlow makes of them, training waits for the file.
+        if held := size < free_memory(self._memory):
             values = {key: _value(each) for key, each in own.items()}
         # Its one thread ends by itself when all is done.
         pool = ThreadPoolExecutor(1, _THREAD, _give_way)
@@ -96,7 +97,7 @@ class CheckpointWriter:
             self._rest = pool.submit(self._publish, draft, state, self._own)
         self._draft = draft
         pool.shutdown(wait=False)
-        if not copied:
+        if not held:
             wait([self._own])
 
     def finish(self) -> None:

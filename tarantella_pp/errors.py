@@ -10,6 +10,8 @@ from typing import Any
 class TarantellaError(Exception):
     """Base class of every exception that this library raises on its own account."""
 
+    is_final = False  # whether a job that it has ended would end so again
+
 
 class ConfigurationError(TarantellaError, ValueError):
     """An option has a value that cannot work, alone or together with the others."""

@@ -367,9 +367,13 @@ class Checkpoint(keras.callbacks.Callback):
             for i, weight in enumerate(callback.best_weights or ())
         }
 
+    def must_stop(self) -> bool:
+        """Whether this rank has reason to stop all: SIGTERM, or it could not write."""
+        return self.preempted or self._writer.has_failed()
+
     def _stops(self) -> bool:
-        """Whether training stops; a job of one rank has no `Lockstep` that minds SIGTERM."""
-        alone = self._ranks.size == 1 and self.preempted
+        """Whether training stops; a job of one rank has no `Lockstep` that asks for it."""
+        alone = self._ranks.size == 1 and self.must_stop()
         return alone or bool(self._model.stop_training)
 
     def _any_preempted(self) -> bool:

@@ -6,7 +6,7 @@ rank 0   empty folder    its file, its part   waits for parts, manifest, its nam
 rank 1            `->    its file, its part
 
 A part describes a file that is on the disk. Before the next checkpoint, and at the end of training,
-all ranks hear how it went.
+all ranks hear how it went; a rank that could not write asks all of them to stop, with its next vote.
 """
 
 from __future__ import annotations
@@ -115,6 +115,11 @@ class CheckpointWriter:
                 wait([self._rest])
                 shutil.rmtree(draft, ignore_errors=True)
             raise
+
+    def has_failed(self) -> bool:
+        """Whether this rank could not write the last checkpoint; never waits."""
+        begun = [] if self._draft is None else [self._own, *filter(None, [self._rest])]
+        return any(each.done() and each.exception() is not None for each in begun)
 
     def abandon(self) -> None:
         """Waits a while, for another rank may have ended; takes this rank alone."""

@@ -18,7 +18,7 @@ from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.data import make_its_folder
 from tarantella_pp.internals.optimizers import settable_learning_rate
-from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.comm.communicator import Communicator, ranks_at_first
 
 _TRACED = itertools.count(1)
 _LOG = logging.getLogger(__name__)
@@ -62,15 +62,16 @@ def checkpoint_of(callbacks: Any) -> Checkpoint | None:
     return own[0] if own else None
 
 
-def check_restarts(checkpoint: Checkpoint | None, communicator: Communicator) -> None:
+def check_restarts(checkpoint: Checkpoint | None) -> None:
     """Refuses, under `tarantella --restarts`, a `fit` that would begin anew."""
-    if checkpoint is None and os.environ.get("TNT_RESTARTS"):
-        communicator.note(is_final=True)
-        raise ConfigurationError(
+    if checkpoint is None and ranks_at_first():
+        error = ConfigurationError(
             "A job that is started again goes on from a checkpoint. Received: `tarantella "
             "--restarts` and no Checkpoint among the callbacks of `fit`. Pass callbacks=["
             "tnt.callbacks.Checkpoint(directory)], or leave --restarts out."
         )
+        error.is_final = True
+        raise error
 
 
 def callbacks_of_rank(
@@ -180,7 +181,7 @@ class Lockstep(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Agrees with the other ranks whether to stop training."""
-        self._note_preemption()
+        self._ask_to_stop()
         self._agree("stop_training")
 
     def on_test_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -203,16 +204,16 @@ class Lockstep(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Agrees with the other ranks whether this epoch was the last; all come here together."""
-        self._note_preemption()
+        self._ask_to_stop()
         late, self._late = self._late or self._count(), False
         wish = late or bool(self.model.stop_training)
         given = self._communicator.allgather_json([wish, settable_learning_rate(self.model)])
         _refuse_other_rates([rate for _, rate in given])
         self.model.stop_training = any(wish for wish, _ in given)
 
-    def _note_preemption(self) -> None:
-        """Asks all ranks to stop once this one is to end."""
-        if self._checkpoint is not None and self._checkpoint.preempted:
+    def _ask_to_stop(self) -> None:
+        """Asks all ranks to stop if the checkpoint of this one has reason to."""
+        if self._checkpoint is not None and self._checkpoint.must_stop():
             self.model.stop_training = True
 
     def _agree(self, name: str) -> None:

@@ -96,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     from tarantella_pp.launch.processes import job_folder
     from tarantella_pp.launch.run_job import run_job
 
-    _script(arguments.command)
-    exported = environment.parse_exports(arguments.exports, os.environ)
+    arguments.command = _script(arguments.command)
+    arguments.exports = environment.parse_exports(arguments.exports, os.environ)
     found: Sequence[Host] = ()
     if arguments.hostfile is not None:
         lines = hosts.read_hostfile(arguments.hostfile)
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     with job_folder() as folder:
         attempts = _attempts(arguments, launcher, found, folder)
-        shows = {**os.environ, **exported}.get(environment.LOG_VARIABLE) == "0"
+        shows = {**os.environ, **arguments.exports}.get(environment.LOG_VARIABLE) == "0"
         quiet = not shows and arguments.log_level in ("WARNING", "ERROR")
         restarts, timeout = arguments.restarts, arguments.timeout
         return run_job(launcher, attempts, restarts=restarts, timeout=timeout, quiet=quiet)
@@ -139,17 +139,16 @@ def _attempt(
     from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE, SIZE_VARIABLE
     from tarantella_pp.launch.run_job import Attempt
 
-    exported = environment.parse_exports(arguments.exports, os.environ)
     placed, num_ranks, per_node = _placement(arguments, found)
-    variables = _variables(arguments, per_node, asked or num_ranks, exported)
+    variables = _variables(arguments, per_node, asked or num_ranks)
     # Started inside another job (salloc, mpiexec), ranks would take its variables for their own.
-    given = {**mpi_launchers.without_other_jobs(os.environ), **variables, **exported}
+    given = {**mpi_launchers.without_other_jobs(os.environ), **variables, **arguments.exports}
     # MPI hands on only what it is given by name, and other hosts start from a bare login shell.
-    names = {*environment.needed_elsewhere(given), *exported}
+    names = {*environment.needed_elsewhere(given), *arguments.exports}
     names |= {SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE}
     interpreter = shlex.split(arguments.python_interpreter or "") or [sys.executable]
     job = mpi_launchers.Job(
-        command=(*interpreter, "-m", "tarantella_pp.launch.worker", *_script(arguments.command)),
+        command=(*interpreter, "-m", "tarantella_pp.launch.worker", *arguments.command),
         num_ranks=num_ranks,
         cores_per_rank=resources.threads_per_rank(per_node, os.environ),
         hosts=placed,
@@ -185,15 +184,13 @@ def _placement(
     return (), ranks, per_node or -(-ranks // nodes)
 
 
-def _variables(
-    arguments: argparse.Namespace, per_node: int, asked: int, exported: dict[str, str]
-) -> dict[str, str]:
+def _variables(arguments: argparse.Namespace, per_node: int, asked: int) -> dict[str, str]:
     """Returns the environment of the ranks, as far as it is not the user's."""
     from tarantella_pp.launch import environment, resources
     from tarantella_pp.launch.records import RESTARTS_VARIABLE
 
     variables = environment.rank_environment(
-        arguments.log_level, arguments.output_on_all_devices, {**os.environ, **exported}
+        arguments.log_level, arguments.output_on_all_devices, {**os.environ, **arguments.exports}
     ) | {
         resources.COUNT_VARIABLE: str(arguments.threads or ""),
         resources.RANKS_VARIABLE: str(per_node),
@@ -213,11 +210,11 @@ def _variables(
 
 def _show(arguments: argparse.Namespace, attempt: Attempt) -> None:
     """Prints what would be run; the values of `-x` are the user's own, and may be secret."""
-    from tarantella_pp.launch import environment, resources
+    from tarantella_pp.launch import resources
 
-    exported = environment.parse_exports(arguments.exports, os.environ)
+    exported = arguments.exports
     per_node = int(attempt.environment[resources.RANKS_VARIABLE])
-    variables = _variables(arguments, per_node, attempt.num_ranks, exported)
+    variables = _variables(arguments, per_node, attempt.num_ranks)
     lines = [f"# {host}" for host in attempt.hosts]
     shown = {name: value for name, value in variables.items() if name not in exported}
     lines += [f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items())]

@@ -58,7 +58,9 @@ class Guard:
     def fail(self, error: BaseException | None, cause: str, exit_code: int) -> None:
         """Reports that this rank has failed."""
         details = "" if error is None else "".join(traceback.format_exception(error))
-        self._end(FAILED, exit_code & 0xFF or 1, cause=cause, details=details, **self._noted)
+        final = getattr(error, "is_final", False)
+        more = {"cause": cause, "details": details, "is_final": final, **self._noted}
+        self._end(FAILED, exit_code & 0xFF or 1, **more)
 
     def leave(self) -> None:
         """Reports that the script of this rank has ended normally."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -20,7 +19,7 @@ from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.collective import on_one_rank
-from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.comm.communicator import Communicator, ranks_at_first
 from tarantella_pp.runtime.comm.machine import magnitude, measure_link, memory_of_each_rank
 from tarantella_pp.schedule import read_schedule
 
@@ -83,8 +82,7 @@ def _fitting(
 
 def _on_fewer(options: PlanOptions, num_ranks: int) -> PlanOptions:
     """Leaves stages and replicas open where a job has lost ranks, and these do not fit the rest."""
-    asked = int(os.environ.get("TNT_RESTARTS") or 0)
-    stages, replicas = options.num_stages, options.num_replicas
+    asked, stages, replicas = ranks_at_first(), options.num_stages, options.num_replicas
     if asked <= num_ranks or not isinstance(options.balance, str | None):
         return options
     try:

@@ -175,7 +175,7 @@ class TrainingLoops(_AnyModel):
             return [first, GivenData(parts, options)]
 
         checkpoint = checkpoint_of(callbacks)
-        check_restarts(checkpoint, engine.communicator)
+        check_restarts(checkpoint)
         train, validation = shared_adapters(engine, find, describe=checkpoint is not None)
         if checkpoint is not None:
             checkpoint.begin(

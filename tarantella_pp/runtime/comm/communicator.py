@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tarantella_pp.errors import CommunicationError, LaunchError
 from tarantella_pp.launch import guard
 from tarantella_pp.launch.environment import Launch, detect_launch
-from tarantella_pp.launch.records import SIZE_VARIABLE
+from tarantella_pp.launch.records import RESTARTS_VARIABLE, SIZE_VARIABLE
 from tarantella_pp.launch.resources import take_gpu
 from tarantella_pp.runtime.comm import collectives
 from tarantella_pp.runtime.comm.agreement import Agreement
@@ -27,7 +27,7 @@ from tarantella_pp.runtime.comm.messages import Channel, Process
 from tarantella_pp.runtime.comm.progress import BackgroundProgress, Progress, is_wanted
 from tarantella_pp.runtime.comm.waiting import Limits, Wakeup
 
-__all__ = ["Communicator", "TensorSpec", "world"]
+__all__ = ["Communicator", "TensorSpec", "ranks_at_first", "world"]
 
 _LOG = logging.getLogger(__name__)
 _Json = TypeVar("_Json")
@@ -255,6 +255,11 @@ def world() -> Communicator:
         launch = detect_launch()
         _world = Communicator() if launch is None or launch.size == 1 else _join(launch)
     return _world
+
+
+def ranks_at_first() -> int:
+    """The ranks at the first start of a job that is started again; 0 of one that is not."""
+    return int(os.environ.get(RESTARTS_VARIABLE) or 0)
 
 
 def _join(launch: Launch) -> Communicator:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import threading
 
 import keras
 import pytest
@@ -13,7 +12,7 @@ from tarantella_pp.callbacks import checkpoint_folder
 from tarantella_pp.callbacks.checkpoint_folder import checksum_of
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
-from tests.face.files.test_checkpoints import At
+from tests.face.files.test_checkpoints import At, joined
 from tests.helpers.files import contents, full_disk
 from tests.helpers.training import compiled_once, floats
 
@@ -175,9 +174,7 @@ def test_damaged_checkpoints_are_not_kept_in_place_of_good_ones(run):
     left = []
 
     def look(callback):
-        for thread in threading.enumerate():
-            if thread.name.startswith("tarantella-checkpoint"):
-                thread.join()
+        joined()
         left.extend(os.listdir(directory))
 
     assert fit(directory, keep=1, callbacks=[At(6, look)]) == expected
@@ -225,8 +222,11 @@ def test_another_option_of_the_loss_is_another_loss(tmp_path):
 def test_a_run_that_could_not_be_started_again_does_not_begin(tmp_path, monkeypatch):
     monkeypatch.setenv("TNT_RESTARTS", "1")
     trained = model()
-    with pytest.raises(ConfigurationError, match=r"--restarts` and no Checkpoint .* leave --res"):
+    with pytest.raises(
+        ConfigurationError, match=r"--restarts` and no Checkpoint .* leave --res"
+    ) as told:
         trained.fit(X, Y, verbose=0)
+    assert told.value.is_final
     assert int(trained.optimizer.iterations) == 0
     fit(tmp_path, trained, epochs=1)
 

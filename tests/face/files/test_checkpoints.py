@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import sys
+import threading
 
 import keras
 import numpy as np
@@ -180,8 +181,8 @@ def troubles(directory):
     with patch.context() as only:
         if rank == 1:
             only.setattr(checkpoint_writer, "write_tensors", full)
-        caught()
-    told.append(there(directory) == before)
+        caught(At(10, joined))
+    told += [int(model.optimizer.iterations), there(directory) == before]
     terminate = [At(8, lambda callback: os.kill(os.getpid(), signal.SIGTERM))]
     with patch.context() as only:
         only.setattr(sys, "exit", leave)  # not that of the guard, which would remember
@@ -194,6 +195,13 @@ def there(directory):
     """What is there once rank 0 has tidied up."""
     tnt.barrier()
     return sorted(os.listdir(directory))
+
+
+def joined(callback=None):
+    """Waits until what is being written is there, or is not."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("tarantella-checkpoint"):
+            thread.join()
 
 
 def leave(code):
@@ -214,7 +222,7 @@ def test_a_killed_rank_and_the_trouble_of_one_rank_change_no_bit(tmp_path):
     assert not run.timed_out, run.stderr
     run = mpi_run(2, troubles, directory, timeout=200).check()
     for told, resumed, expected in run.results:
-        contents, version, others, disk, unchanged, code, left = told
+        contents, version, others, disk, step, unchanged, code, left = told
         assert "ConfigurationError: All ranks must see the same checkpoints" in contents
         assert "ranks [1]" in contents
         assert "FormatError" in version
@@ -223,6 +231,7 @@ def test_a_killed_rank_and_the_trouble_of_one_rank_change_no_bit(tmp_path):
         assert "Checkpoint(directory=" in others
         assert "FileError: Rank 1 could not write a checkpoint" in disk
         assert "No space left on device. Older checkpoints are unchanged" in disk
+        assert step == 11  # not 12, after which the next one is due
         assert unchanged
         assert code == "SystemExit: 75"
         assert left[-1] in ("step-00000008", "step-00000009")

@@ -3,6 +3,7 @@
 restarted.py FOLDER STAGES STEP-RANK...       leaves files of these names in FOLDER
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -44,6 +45,9 @@ def fitted(model, *callbacks):
 
 
 model = tnt.PipelineModel(network(), num_stages=int(stages), num_micro_batches=2)
+if moments:  # a script that goes on after a refusal is started again as others are
+    with contextlib.suppress(tnt.errors.ConfigurationError):
+        fitted(model)
 own = [tnt.callbacks.Checkpoint(Path(folder, "run"), every=2)] if moments else []
 found = fitted(model, *own, Killed())
 if tnt.is_master_rank():

@@ -6,7 +6,7 @@ rank 0   empty folder    its file, its part   waits for parts, manifest, its nam
 rank 1            `->    its file, its part
 
 A part describes a file that is on the disk. Before the next checkpoint, and at the end of training,
-all ranks hear how it went; a rank that could not write asks all of them to stop, with its next vote.
+all ranks hear how it went; a rank that could not write asks all of them to stop after a step.
 """
 
 from __future__ import annotations

@@ -44,6 +44,11 @@ def compiled_loss(model: Any) -> Any:
     return model._compile_loss
 
 
+def losses_of_outputs(loss: Any) -> list[Any]:
+    """The losses that a `CompileLoss` has found for outputs when it was built."""
+    return [entry.loss for entry in loss._flat_losses]
+
+
 def compiled_metrics(model: Any) -> Any:
     """The `CompileMetrics` of a compiled model; `None` without metrics."""
     return model._compile_metrics
@@ -52,7 +57,8 @@ def compiled_metrics(model: Any) -> Any:
 def made_by_keras(part: Any) -> bool:
     """Whether a part of a model is one of Keras' own, and so are the functions it was given."""
     functions = filter(inspect.isfunction, vars(part).values())
-    made = (type(part), getattr(part, "_fn", type(part)), *functions)
+    given = (getattr(part, name, type(part)) for name in ("fn", "_fn"))
+    made = (type(part), *given, *functions)
     return all(str(getattr(each, "__module__", "")).startswith("keras.") for each in made)
 
 

@@ -34,11 +34,22 @@ def test_layers_know_what_they_added(model):
     assert [name for name, _ in training.added_losses(model)] == [dense.name]
 
 
-def test_metrics_know_the_function_that_they_are_a_mean_of():
+class Squared:
+    def loss(self, y, p):
+        return (y - p) ** 2
+
+
+def test_metrics_and_losses_know_the_function_that_they_are_made_of(model):
     metrics = keras.metrics
     own = metrics.MeanMetricWrapper(lambda y, p: y - p)
     found = map(training.made_by_keras, (metrics.Hinge(), metrics.AUC(), own))
     assert list(found) == [True, True, False]
+    method = Squared().loss
+    for loss in ("mse", keras.losses.Huber(), method):
+        compiled = training.compile_loss(model, loss, None)
+        compiled.build(np.zeros((2, 2)), np.zeros((2, 2)))
+        (found,) = training.losses_of_outputs(compiled)
+        assert training.made_by_keras(found) == (loss is not method)
 
 
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])

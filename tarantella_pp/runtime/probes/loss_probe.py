@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -13,7 +13,12 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.internals.functional import compute_output_spec
-from tarantella_pp.internals.training import reduces_values, sample_values, second_loss
+from tarantella_pp.internals.training import (
+    made_by_keras,
+    reduces_values,
+    sample_values,
+    second_loss,
+)
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.probes.linearity import following, nonlinear, uses_of_sums
 from tarantella_pp.runtime.probes.parts import (
@@ -90,36 +95,30 @@ def _tried(loss: Any, y: Any, shapes: Sequence[Shape]) -> tuple[str | None, str]
 def value_kinds(loss: Any, shape: Shape, y: Any = None) -> frozenset[str] | None:
     """Says how a loss follows from the losses of parts; `None` if it takes no targets."""
     own = None if y is None else tuple(y.shape[1:])
-    sizes, config = _sizes(shape), _config_of(loss)
-    if config is None:
-        return _all_kinds(loss, sizes, own)
-    key = (config, *sizes, own, keras.config.floatx())
-    if key not in _known:
-        _known[key] = _all_kinds(loss, sizes, own)
-    return _known[key]
-
-
-# What losses of Keras have shown, which are asked again and again: by their configuration.
-_known: dict[Any, frozenset[str] | None] = {}
-
-
-def _config_of(loss: Any) -> str | None:
-    """What a loss of Keras computes; `None` of one that has something of the user's."""
-    parts = (type(loss), getattr(loss, "fn", type(loss)))
-    if not all(str(part.__module__).startswith("keras.") for part in parts):
-        return None
-    # Its `get_config` may leave out options, as `CosineSimilarity` does the axis.
-    return repr([*parts, *(x for x in vars(loss).items() if x[0] not in ("name", "reduction"))])
-
-
-def _all_kinds(loss: Any, sizes: list[int], own: tuple[int, ...] | None) -> frozenset[str] | None:
     found, is_known = ALL, False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a loss thinks of made-up data
-        for data in _data(sizes, own):
-            for kinds in _kinds(loss, data):
+        for number, data in enumerate(_data(_sizes(shape), own)):
+            for kinds in _known_kinds(loss, number, data):
                 found, is_known = found & kinds, True
     return found if is_known else None
+
+
+# What losses of Keras have shown, which are asked again and again: by their configuration.
+_known: dict[Any, list[frozenset[str]]] = {}
+
+
+def _known_kinds(
+    loss: Any, number: int, data: Sequence[tuple[Array, Array]]
+) -> Iterable[frozenset[str]]:
+    if not made_by_keras(loss):
+        return _kinds(loss, data)
+    # Its `get_config` may leave out options, as `CosineSimilarity` does the axis.
+    config = [x for x in vars(loss).items() if x[0] not in ("name", "reduction")]
+    key = repr([type(loss), config, number, [x.shape for x in data[0]], keras.config.floatx()])
+    if key not in _known:
+        _known[key] = list(_kinds(loss, data))
+    return _known[key]
 
 
 def _sizes(shape: Shape) -> list[int]:
@@ -164,7 +163,7 @@ def _kinds(loss: Any, data: Sequence[tuple[Array, Array]]) -> Iterator[frozenset
     used = uses_of_sums([value], follows) if value.shape.rank else [nonlinear([value], follows)]
     # It draws random numbers or counts its calls; or samples may see each other with other data.
     mixes = any(effects_of(function.graph.as_graph_def())) or any(used)
-    if mixes or (_config_of(loss) is None and _counts(values, function, data[0])):
+    if mixes or (not made_by_keras(loss) and _counts(values, function, data[0])):
         yield frozenset()
         return
     yield from (kinds for pair in data if (kinds := _kinds_with(probe, *pair)) is not None)

@@ -16,6 +16,7 @@ from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.training import (
     compiled_loss,
     compiled_metrics,
+    losses_of_outputs,
     made_by_keras,
     second_loss,
 )
@@ -42,7 +43,7 @@ def refuse_weights_reached(
         ]
 
     loss, metrics = compiled_loss(model), compiled_metrics(model)
-    if loss is not None:
+    if loss is not None and not all(map(made_by_keras, losses_of_outputs(loss))):
         advice = "Add what follows from weights with `add_loss`, in a layer that has them."
         _refuse("The loss", others(last_rank), second_loss(loss), given, advice)
     if metrics is not None and not all(map(made_by_keras, metrics.metrics)):

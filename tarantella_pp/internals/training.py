@@ -82,11 +82,16 @@ class _SecondLoss(CompileLoss):
             first._user_loss, first._user_loss_weights, output_names=first.output_names
         )
         self._flat_losses: Any = None
-        self._instead = instead
+        self._first, self._instead = first, instead
 
     def build(self, y_true: Any, y_pred: Any) -> None:
         """Finds the losses of the outputs, as Keras does, and puts others in their places."""
-        super().build(y_true, y_pred)
+        if self._first.built:  # Keras would make trackers: a function with these is traced twice
+            found = ("_flat_losses", "_y_pred_build_structure", "_y_true_build_structure", "built")
+            for name in found:
+                setattr(self, name, getattr(self._first, name))
+        else:
+            super().build(y_true, y_pred)
         if self._instead is not None:
             self._flat_losses = [
                 entry._replace(loss=functools.partial(self._instead, entry.loss))

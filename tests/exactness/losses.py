@@ -143,9 +143,14 @@ def _is_in_keras(way: Way) -> bool:
 
 def _part(way: Way) -> Part:
     title = _title(way)
-    whole = way.reduction == "none" or any(fnmatch(way.name, pattern) for pattern in WHOLE)
     alone = any(fnmatch(title, pattern) or way.name == pattern for pattern in ALONE)
-    return Part(title, way, None if alone else (way.masks_and_weights, whole))
+    return Part(title, way, None if alone else (way.masks_and_weights, _is_whole(way)))
+
+
+def _is_whole(way: Way) -> bool:
+    """Whether a loss is computed on the whole batch, as any is whose output carries a mask."""
+    masked, _ = WAYS[way.masks_and_weights]
+    return masked or way.reduction == "none" or any(fnmatch(way.name, p) for p in WHOLE)
 
 
 def trial(parts: Sequence[Part]) -> Trial:
@@ -168,5 +173,5 @@ def trial(parts: Sequence[Part]) -> Trial:
     )
     limit = 1e-5 if ways[0].name == "CTC" else ROUNDING  # TensorFlow computes it in float32
     # Micro-batches that are not all of one size are traced for both.
-    rows = EVENLY if weights is None else UNEVENLY
+    rows = EVENLY if weights is None or _is_whole(ways[0]) else UNEVENLY
     return Trial(case, functools.partial(training, rows=rows), limit=limit)

@@ -26,9 +26,9 @@ def many_ops(x):
 
 
 def transformer(x):
-    h = x + layers.MultiHeadAttention(2, 3)(layers.LayerNormalization()(x), x, x)
-    h += layers.Dense(4)(layers.Dense(8, "gelu")(layers.LayerNormalization()(h)))
-    return layers.MultiHeadAttention(2, 3, dropout=0.2, seed=1)(h, h, use_causal_mask=True)
+    drop = layers.MultiHeadAttention(2, 3, dropout=0.2, seed=1)
+    h = x + drop(layers.LayerNormalization()(x), x, use_causal_mask=True)
+    return h + layers.Dense(4)(layers.Dense(8, "gelu")(layers.LayerNormalization()(h)))
 
 
 def bottleneck(x):

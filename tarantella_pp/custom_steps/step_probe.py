@@ -148,9 +148,13 @@ class StepProbe:
     def _take_gradients(self, found: Compared) -> Iterator[int]:
         """Takes in what a trial shows of the gradients; returns the places of all else."""
         sizes_of: dict[int, list[float]] = {}  # of the gradients of each update
-        for (number, _), gradient in zip(self.gradients, found.whole.values, strict=False):
-            sizes_of.setdefault(number, []).append(float(np.max(np.abs(gradient), initial=0.0)))
-        self.finite |= {number for number, each in sizes_of.items() if np.isfinite(each).all()}
+        broken = set()
+        for place, (number, _) in enumerate(self.gradients):
+            whole, *parts = [run.values[place] for run in (found.whole, *found.parts)]
+            sizes_of.setdefault(number, []).append(float(np.max(np.abs(whole), initial=0.0)))
+            if not all(np.isfinite(gradient).all() for gradient in (whole, *parts)):
+                broken.add(number)
+        self.finite |= {*sizes_of} - broken
         largest = {n: max(filter(np.isfinite, each), default=0.0) for n, each in sizes_of.items()}
         places = iter(range(len(found.whole.values)))
         for key in self.gradients:
@@ -186,8 +190,8 @@ def _gradients(trace: StepTrace, probe: StepProbe, number: int, what: str) -> li
     if strange:
         wrong = f"mix samples: that of '{strange[0]}' and {len(strange) - 1} more, {_NEITHER}"
     elif kinds and number not in probe.finite:
-        wrong = "are not finite for samples of the first batch"
-        advice = "Begin with a smaller loss scale, or train in one process."
+        wrong = "are not finite for some samples of the first batch by themselves"
+        advice = "Compute each sample's loss by itself, or begin with a smaller loss scale."
     elif number in probe.unknown() and not of_weights:
         wrong = "are zero for samples of the first batch, also with other weights"
         advice = "Leave out an update whose loss does not count, or train in one process."

@@ -218,6 +218,11 @@ def of_some(model, x, y, predicted):
     return tf.reduce_mean(tf.boolean_mask(tf.square(predicted - y), y[:, 0] < 1e6))
 
 
+def of_many(model, x, y, predicted):
+    """Divides by degrees of freedom, which three samples do not have."""
+    return tf.reduce_sum(tf.square(predicted - y)) / tf.cast(tf.shape(y)[0] - 3, y.dtype)
+
+
 SGD = keras.optimizers.SGD
 MIXED = "gradients that train_step applies .* mix samples"
 
@@ -237,6 +242,7 @@ MIXED = "gradients that train_step applies .* mix samples"
         (LargestSeen, SGD, "writes '.*largest.*' with what mixes samples"),
         (lambda: LargestSeen(1e6), SGD, "writes '.*largest.*' with what mixes samples"),
         (variant(logs=in_a_function), SGD, "writes '.*total.*' with what mixes samples"),
+        (losing(of_many), SGD, "are not finite for some samples .* by themselves"),
         (losing(of_nothing), SGD, "are zero for samples of the first batch"),
         (
             clipping(lambda gradients: tf.clip_by_global_norm(gradients, 1e6)[0]),

@@ -258,6 +258,8 @@ class Pair(layers.Layer):
             x = x + keras.random.normal(ops.shape(x), seed=self.generator)
         if self.how == "function":
             return self.function(x)
+        if self.how == "mapped":
+            return tf.vectorized_map(lambda row: self.second(self.first(row[None]))[0], x)
         if self.how == "variable":
             x = x * self.table
         if self.how == "flag" and training:

@@ -252,8 +252,14 @@ class Inside:
             for path, values in handed.items()
             if values[0] is not None and all(other == values[0] for other in values)
         }
+        used = [value for parts in each for use in parts.uses.values() for value in use.values]
+        used += [value for values in aliases.values() for value in values]
+        results = {value.path for value in used}
         found = []
         for part, first in each[0].uses.items():
+            if not part.is_rest and part.path not in results:  # as within tf.vectorized_map
+                name = traces[0].calls[part.path].layer.name
+                raise PartsError(part.path[:-1], f"does not use what it calls '{name}' for")
             if part.is_rest and part.path in aliases:
                 continue
             uses = [parts.uses[part] for parts in each]

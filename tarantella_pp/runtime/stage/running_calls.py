@@ -223,6 +223,6 @@ class _OpenedRun:
         name = self._whole.operation.name
         return UnsupportedModelError(
             f"Layer '{name}' is cut into stages, and {what}. Its `call` must make the same calls "
-            "whenever it runs, none within tf.vectorized_map, and must not look at values, or plan "
-            "with fewer stages, so that it stays whole."
+            "whenever it runs, and must not look at values, or plan with fewer stages, so that it "
+            "stays whole."
         )

@@ -182,6 +182,7 @@ def test_reading_leaves_a_model_as_it_was():
         ("object", "calls 'keeps.*', which returns a SimpleNamespace, not only tensors"),
         ("anew", "placeholders.*'dense.*' is made anew whenever it is called"),
         ("values", "cannot be called on placeholders"),
+        ("mapped", "does not use what it calls 'dense.*' for"),
     ],
 )
 def test_a_layer_stays_whole_where_its_inside_cannot_be_parted(how, why):

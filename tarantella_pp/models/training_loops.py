@@ -253,18 +253,26 @@ class TrainingLoops(_AnyModel):
 
     @surrounded
     @collective(learning_rate=learning_rate_of)
-    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains on one batch, which only rank 0 reads; all ranks must call it."""
-        return keras.Model.train_on_batch(self, *args, **kwargs)
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Trains on one batch, the same on all ranks, or `None` on all but rank 0."""
+        class_weight = None if x is None else class_weight  # rank 0 has the classes
+        return keras.Model.train_on_batch(self, x, y, sample_weight, class_weight, return_dict)
 
     @surrounded
     @collective()
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates one batch, which only rank 0 reads; all ranks must call it."""
+        """Evaluates one batch, the same on all ranks, or `None` on all but rank 0."""
         return keras.Model.test_on_batch(self, *args, **kwargs)
 
     @surrounded
     @collective()
     def predict_on_batch(self, x: Any) -> Any:
-        """Predicts one batch, which only rank 0 reads; all ranks must call it."""
+        """Predicts one batch, the same on all ranks, or `None` on all but rank 0."""
         return keras.Model.predict_on_batch(self, x)

@@ -200,10 +200,15 @@ class ArrayRows:
         """A short text that is the same for the same arrays in the same structure."""
         description, leaves = describe(self._parts)
         shapes = ", ".join(f"{leaf.dtype} {leaf.shape}" for leaf in leaves)
-        found = zlib.crc32(repr(description).encode())  # several times as fast as other hashes
-        for leaf in leaves:
-            found = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, found)
-        return f"{shapes}, hash {found:08x}"
+        return f"{shapes}, hash {checksum(repr(description), leaves)}"
+
+
+def checksum(text: str, arrays: Iterable[Any]) -> str:
+    """A short text that is the same for the same text and numbers."""
+    found = zlib.crc32(text.encode())  # several times as fast as other hashes
+    for array in arrays:
+        found = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, found)
+    return f"{found:08x}"
 
 
 def _rows_of(part: Any, rows: Any) -> Any:

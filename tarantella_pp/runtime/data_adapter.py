@@ -28,8 +28,8 @@ from tarantella_pp.internals.data import (
     get_data_adapter,
     order_of,
 )
-from tarantella_pp.runtime.batch import READER, ArrayRows, Batch
-from tarantella_pp.runtime.comm.collective import digest, on_all_ranks
+from tarantella_pp.runtime.batch import READER, ArrayRows, Batch, checksum
+from tarantella_pp.runtime.comm.collective import on_all_ranks
 from tarantella_pp.runtime.data_cursor import DataCursor
 from tarantella_pp.runtime.data_feed import DataFeed
 
@@ -238,16 +238,33 @@ def _described(given: GivenData, arrays: ArrayRows | None) -> str:
     return text + _made_of.get()
 
 
+def _hash_of(given: Any) -> str:
+    """A short text that is the same for the same numbers and strings; empty without any."""
+    leaves = keras.tree.flatten(given)
+    texts = [leaf for leaf in leaves if isinstance(leaf, (str, bytes, int, float))]
+    arrays = [np.asarray(leaf) for leaf in leaves if hasattr(leaf, "__array__")]
+    texts += [array.tolist() for array in arrays if array.dtype == object]
+    texts += [f"{array.dtype}{array.shape}" for array in arrays]
+    numbers = [array for array in arrays if array.dtype != object]
+    return checksum(repr(texts), numbers) if texts else ""
+
+
+def single_batch(engine: Any, data: Any) -> Batch:
+    """A rank's part of a batch that all ranks must have the same, if they have any."""
+    feed: DataFeed = engine.feed
+    ranks, text = engine.communicator, _NOTHING
+    if ranks.size > 1 and data[0] is not None:
+        shapes = keras.tree.map_structure(lambda leaf: [*getattr(leaf, "shape", ())], data)
+        text = f"a batch of shapes {shapes} with hash {_hash_of(data)}"
+    _refuse_others(ranks.allgather_json(text))
+    return next(feed.batches([data]))
+
+
 @contextlib.contextmanager
 def data_made_of(given: Any) -> Iterator[None]:
     """Says that data to be opened are made of others, which must be the same on all ranks."""
-    leaves = keras.tree.flatten(given)
-    texts = [leaf for leaf in leaves if isinstance(leaf, (str, bytes))]
-    arrays = [np.asarray(leaf) for leaf in leaves if isinstance(leaf, (np.ndarray, tf.Tensor))]
-    texts += [array.tolist() for array in arrays if array.dtype == object]
-    found = [np.frombuffer(repr(texts).encode(), np.uint8)]
-    found += [array for array in arrays if array.dtype != object]
-    before = _made_of.set(f" made of data with hash {digest(found)}" if texts or arrays else "")
+    found = _hash_of(given)
+    before = _made_of.set(f" made of data with hash {found}" if found else "")
     try:
         yield
     finally:

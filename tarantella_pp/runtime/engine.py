@@ -23,6 +23,7 @@ from tarantella_pp.runtime.batch import Batch, BatchShare, batch_shares, needs_o
 from tarantella_pp.runtime.batch_step import BatchStep, SharedLogs
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.compilation import Compilation
+from tarantella_pp.runtime.data_adapter import single_batch
 from tarantella_pp.runtime.data_feed import DataFeed
 from tarantella_pp.runtime.executor import LOGS, REDUCTIONS, TIES, UPDATE, Recorder
 from tarantella_pp.runtime.probes.optimizer_probe import check_division
@@ -306,8 +307,7 @@ def predict_function(engine: Any) -> Callable[[Sequence[Any]], Any]:
 
 def _batch(engine: Any, data: Any) -> Batch:
     """A batch of this rank, or its part of one that a method for single batches was given."""
-    found: Batch = data if isinstance(data, Batch) else next(engine.feed.batches([data]))
-    return found
+    return data if isinstance(data, Batch) else single_batch(engine, data)
 
 
 @contextlib.contextmanager

@@ -95,6 +95,7 @@ def train(model):
     found["sequence"] = model.fit(Batches(), shuffle=False, **QUIET).history
     found["on batch"] = [
         model.train_on_batch(X[:5], LABELS[:5]),
+        model.train_on_batch(*one_has_data, class_weight={0: 1.0, 1: 2.0, 2: 0.5}),
         model.test_on_batch(X[5:6], LABELS[5:6]),
         model.predict_on_batch(X[:3]).tolist(),
     ]
@@ -189,6 +190,14 @@ def differ(model):
             with pytest.raises(ConfigurationError) as error:
                 call(x, y, **QUIET)
             found.append(str(error.value))
+    for call in (
+        lambda: model.train_on_batch(X, LABELS, WEIGHTS if other else None),
+        lambda: model.test_on_batch(X[: 5 + other], LABELS[: 5 + other]),
+        lambda: model.predict_on_batch(swapped if other else X),
+    ):
+        with pytest.raises(ConfigurationError) as error:
+            call()
+        found.append(str(error.value))
     for given in (
         lambda context: part(context).map(
             lambda *data: tuple(values[1 - context.input_pipeline_id :] for values in data)
@@ -249,12 +258,15 @@ def test_each_rank_reads_holds_and_sends_its_part():
         for name, numbers in plain.items():
             assert distance(numbers, result["trained"][name], "weights") < ROUNDING, name
         assert result["refused"] == run.results[0]["refused"]
-    length, _, order, _, content, _, kind, _, size, few, ended, alone = run.results[0]["refused"]
+    texts = run.results[0]["refused"]
+    length, _, order, _, content, _, kind, _, *batches, size, few, ended, alone = texts
     assert "(22, 6)" in length
     assert "(21, 6)" in length
     assert order.count("float64 (22, 6), int32 (22,), hash") == 2 * stages
     assert "hash" in content
     assert "a tf.data.Dataset of 1 batches on rank 0; arrays" in kind
+    assert ["[22, 6], [22], []" in text for text in batches] == [True, False, False]
+    assert all("a batch of shapes" in text and "on rank 1" in text for text in batches)
     assert "parts of [3, 4] samples, where the replicas' shares are [4, 3]" in size
     assert "[1, 2] batches of replicas 0 to 1" in few
     assert "no more batch on some ranks" in ended

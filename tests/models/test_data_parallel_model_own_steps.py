@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tarantella_pp as tnt
-from tarantella_pp.errors import ConfigurationError, TarantellaError
+from tarantella_pp.errors import ConfigurationError, ReplicaError, TarantellaError
 from tests.helpers.mpi import mpi_run
 from tests.helpers.own_steps import CASES, Regression, X, Y, numbers_of
 from tests.helpers.training import distance, use_float64
@@ -142,6 +142,13 @@ def train(folder):
     found["seeds"] = np.array(model.drop.seed_generator.state).tolist()
     found["branches"] = branching(tnt.Model)
     found["refused"] = refused(tnt.Model)
+    kernel = model.trainable_variables[0]
+    value = kernel.numpy()
+    kernel.assign(value + tnt.get_rank())
+    for save in (model.save, model.save_weights):
+        with pytest.raises(ReplicaError, match=r"kernel.* not the same on all ranks"):
+            save(f"{folder}/never.weights.h5")
+    kernel.assign(value)
     model.save(f"{folder}/m.keras")
     model.save_weights(f"{folder}/m.weights.h5")
     before = model.get_weights()

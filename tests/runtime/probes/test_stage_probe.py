@@ -289,12 +289,12 @@ def tied_past_its_layer():
     return keras.Model(inputs, layers.Dense(5)(layers.Flatten()(x)))
 
 
-def reads_past(first, name):
+def reads_past(first, name, around=lambda function: function):
     """A Lambda scales with a weight of the first layer."""
     inputs = keras.Input((5,))
     x = first(inputs)
     weight = next(w for w in first.weights if w.name == name)
-    x = layers.Lambda(lambda x: x * ops.sum(weight))(layers.Dense(5)(x))
+    x = layers.Lambda(around(lambda x: x * ops.sum(weight)))(layers.Dense(5)(x))
     return keras.Model(inputs, x)
 
 
@@ -427,6 +427,11 @@ REFUSED = [
     (said, r"gradient of 'lie' .* have integers", {"stages": 2, "balance": [1, 1]}),
     (lambda: said(layers.Dense(5)), "gradient of 'lie'", {"stages": 2, "balance": [2, 1]}),
     (tied_past_its_layer, r"reads weight 'table/embeddings'", {"x": IDS, "stages": 2}),
+    (
+        lambda: reads_past(layers.Dense(5), "kernel", keras.remat),
+        r"reads weight '.*kernel'.* keras.remat .* gradient would be lost",
+        {"stages": 2},
+    ),
     (
         lambda: reads_past(layers.BatchNormalization(), "moving_mean"),
         r"reads weight '.*moving_mean'.* new values",

@@ -155,10 +155,10 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
         except (ConfigurationError, PlanError) as error:
             refused.append(error)
             continue
-        if found is None or _is_better(finer, found, options):
+        if found is None or _is_coarse(found) or _is_better(finer, found, options):
             found = finer
         costs = _stage_costs(found, options)
-        if max(costs) * found.num_stages <= EVEN * sum(costs):
+        if not _is_coarse(found) and max(costs) * found.num_stages <= EVEN * sum(costs):
             return found
     whole = tuple(f"'{name}' {why}" for name, why in extracted.kept_whole.items())
     if found is not None:
@@ -181,6 +181,11 @@ def _levels(extracted: ExtractedModel | NamedGraph, options: PlanOptions) -> lis
         return []
     wanted = [math.ceil(math.log2(parts * stages)) for parts in PARTS]
     return [level for level in wanted if level in extracted.levels]
+
+
+def _is_coarse(plan: Plan) -> bool:
+    """Whether there are too few operations to say that stages could not be more even."""
+    return len(plan.assignment) < max(4, 2 * plan.num_stages)
 
 
 def _is_better(finer: Plan, plan: Plan, options: PlanOptions) -> bool:

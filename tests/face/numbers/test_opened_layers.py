@@ -127,6 +127,9 @@ def test_layers_are_opened_only_where_that_helps():
     parts = sum(node.flops for node in finest.graph.nodes)
     assert parts == pytest.approx(sum(node.flops for node in closed.graph.nodes))
     assert make_plan(model, 2).node_names == tuple(call.name for call in closed.calls)
+    x = keras.Input((5, 4))
+    few = keras.Model(x, opened.Block(4)(opened.Block(4)(x)))
+    assert len(make_plan(few, 2).node_names) > 4  # however even two of them are
 
 
 class Normed(keras.layers.Layer):

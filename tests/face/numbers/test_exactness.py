@@ -9,14 +9,11 @@ from tests.helpers.training import CASES, ROUNDING, distance, make, piped, seria
 pytestmark = pytest.mark.keras
 
 
-# What is trained over ranks in this room, or by the matrix of tests/exactness, is left out.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "stages", "micro_batches", "schedule"),
-    [("residual_cnn, evenly", 4, 8, "gpipe"), ("causal_attention, evenly", 4, 4, "1f1b")],
-)
-def test_a_pipeline_gives_the_numbers_of_keras(name, stages, micro_batches, schedule):
-    assert distance(serial(name), piped(name, stages, micro_batches, schedule)) < ROUNDING
+def test_a_pipeline_gives_the_numbers_of_keras():
+    """What is trained over ranks, from golden plans or by the matrix is left out."""
+    name = "causal_attention, evenly"
+    assert distance(serial(name), piped(name, 4, 4, "1f1b")) < ROUNDING
 
 
 def test_every_schedule_gives_them():

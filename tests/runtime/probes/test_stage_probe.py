@@ -56,10 +56,6 @@ def own(function, **options):
     return lambda: between(Own(function, **options))
 
 
-def in_a_row(*functions):
-    return lambda: between(*(Own(each, name=f"own_{i}") for i, each in enumerate(functions)))
-
-
 def compiled(model):
     model.compile(sgd(), "mse", run_eagerly=not isinstance(model, PipelineModel))
     return model
@@ -456,7 +452,7 @@ def test_what_is_no_sum_over_samples_is_refused_by_name(build, message, options)
 ONE, TWO, FOUR = {"micro_batches": 1}, {"micro_batches": 1, "stages": 2}, {"stages": 4}
 LIES = {"stages": 2, "balance": [2, 2]}
 EXACT = [
-    (in_a_row(MIXING["reversed"], *COUNTING), X, TWO),
+    (lambda: between(*map(Own, (MIXING["reversed"], *COUNTING), ["ones"] * 3, "abc")), X, TWO),
     (own(DRAWING["no generator"]), X, ONE),
     (own(one_by_one), X, TWO),
     # What treats samples apart, where they are along another dimension.

@@ -1,13 +1,13 @@
 """Python runs this first in processes of tests, for Keras to be there in two thirds of the time.
 
-Keras loads scikit-learn and Matplotlib where they are installed, and does without them where they
-are not. A script that imports them itself gets them.
+Keras loads scikit-learn, Matplotlib and IPython where they are installed, and does without them
+where they are not. A script that imports them itself gets them.
 """
 
 import gc
 import sys
 
-NOT_NEEDED = ("matplotlib", "sklearn")
+NOT_NEEDED = ("IPython", "matplotlib", "sklearn")
 
 # A collection goes through all that TensorFlow has loaded, and loading and tracing set off many.
 gc.set_threshold(50_000, 20, 50)

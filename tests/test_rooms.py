@@ -19,7 +19,7 @@ GROUND = ("cause", "errors", "files")
 MOST_FILES = 12
 WITHOUT_TENSORFLOW = ("schedule", "launch", "partition/graph", "partition/plan")
 READS_KERAS = (
-    "calls", "keras_reader", "layer_inside", "layer_trace", "nested_models", "optimizer_slots",
+    "calls", "keras_reader", "layer_inside", "layer_trace", "optimizer_slots",
     "placeholders", "traced_costs",
 )  # fmt: skip
 """Files in these rooms that read a Keras model, and are loaded for nothing else."""

@@ -151,7 +151,8 @@ def train(name: str, shape: Shape) -> dict[str, Any]:
     model, batch = build(), rows * default * shape.replicas
     piped = tnt.PipelineModel(
         model, shape.stages, micro_batches, batch_size=batch, schedule="1f1b",
-        recompute=shape.recompute, num_replicas=shape.replicas, balance=shape.balance,
+        recompute=None if shape.recompute == "least" else shape.recompute,
+        num_replicas=shape.replicas, balance=shape.balance,
         shard_optimizer=shape.replicas > 1,
     )  # fmt: skip
     memory = MessageMemory()
@@ -299,7 +300,7 @@ def main() -> None:
     parser.add_argument("--metrics", nargs="*", default=[])
     parser.add_argument("--micro-batches", type=int, help="to cut the same batch in")
     parser.add_argument("--plain", action="store_true", help="plain Keras on the batch first")
-    parser.add_argument("--recompute", default="none")
+    parser.add_argument("--recompute", default="least", choices=("least", "none", "all"))
     parser.add_argument("--balance", choices=("memory", "flops"), help="default: the fastest")
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--measure", help=argparse.SUPPRESS)

@@ -219,7 +219,7 @@ def _copy_bytes(weight: Weight) -> int:
 
 def activation_sums(costs: StageCostModel) -> Array:
     """Bytes of a micro-batch that each node keeps; what several keep counts for the first."""
-    graph, counted = costs.graph, set[int]()
+    graph, counted = costs.keeping, set[int]()
     kept = np.array([node.residual_bytes for node in graph.nodes])
     for node in graph.nodes:
         tensors = {graph.storage(tensor) for tensor in node.keeps} - counted

@@ -13,6 +13,7 @@ import msgspec
 
 from tarantella_pp.errors import ConfigurationError, checked_count
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.graph.least_kept import FLOPS_PER_BYTE
 from tarantella_pp.partition.graph.units import parse_bytes
 from tarantella_pp.partition.plan.gradient_buckets import fusion_threshold_of
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
@@ -134,6 +135,7 @@ class PlanOptions:
             held_whole=spec.held_whole(micro_batches),
             repeated=repeated,
             recompute=again,
+            flops_per_byte=0.0 if self.recompute == "none" else FLOPS_PER_BYTE,
             ranks=spec.placement if shared else (),
             placement=cast("Placement", self.placement),
             fusion_threshold=fusion_threshold_of(self.fusion_threshold),

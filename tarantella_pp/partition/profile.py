@@ -72,6 +72,7 @@ class Profile(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.pr
             msgspec.structs.replace(
                 node,
                 keeps=(),
+                operations=(),
                 residual_bytes=measured.residual_bytes[-1] / self.rows[-1],
                 residual_source="measured",
             )

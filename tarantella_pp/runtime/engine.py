@@ -28,6 +28,7 @@ from tarantella_pp.runtime.data_feed import DataFeed
 from tarantella_pp.runtime.executor import LOGS, REDUCTIONS, TIES, UPDATE, Recorder
 from tarantella_pp.runtime.probes.optimizer_probe import check_division
 from tarantella_pp.runtime.rank_stages import RankStages
+from tarantella_pp.runtime.stage.graph_functions import unoptimized
 from tarantella_pp.runtime.stage.model_outputs import pack_outputs
 from tarantella_pp.runtime.step_schedules import MemoryCheck, StepSchedules
 from tarantella_pp.runtime.weights.rank_weights import RankWeights
@@ -241,7 +242,10 @@ class Engine:
         self._exchanges = False
         alone = self.communicator.size == 1
         try:
-            with interrupts_put_off() if alone else contextlib.nullcontext():
+            with (
+                unoptimized("arithmetic_optimization"),
+                interrupts_put_off() if alone else contextlib.nullcontext(),
+            ):
                 yield
         except BaseException as error:
             self.stages.clear()

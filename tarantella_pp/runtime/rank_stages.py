@@ -54,7 +54,7 @@ class RankStages(dict[int, Stage]):
         for i, boundary in enumerate(self.boundaries):
             if placement[i] == ranks.rank:
                 calls = [extracted.calls[node] for node in boundary.nodes]
-                self[i] = Stage(boundary, calls, repeats=i in repeats)
+                self[i] = Stage(boundary, calls, i in repeats, plan.flops_per_byte)
         self.modules = {index: stage.module for index, stage in self.items()}
         # For each stage, of this rank or of others, the places of the model inputs that it uses.
         self.model_inputs = [

@@ -85,8 +85,8 @@ def test_batch_normalization_sees_some_samples():
 @pytest.mark.parametrize(("num_stages", "share"), [(2, 0.9), (3, 0.9), (3, 0.7)])
 def test_under_a_limit_the_fastest_of_the_fewest_recomputing_stages(num_stages, share):
     model = tower(9, activation="gelu")
-    given = {"batch_size": 4096, "num_micro_batches": 4, "machine": SLOW,
-             "balance": "memory", "schedule": "1f1b"}  # fmt: skip
+    given = {"batch_size": 4096, "num_micro_batches": 16, "machine": SLOW,
+             "balance": "memory", "schedule": "gpipe"}  # fmt: skip
     free = make_plan(model, num_stages, **given)
     limit = int(share * largest(free))
     found = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -27,7 +27,13 @@ from tarantella_pp.internals.functional import (
     takes_training,
     trained_variables,
 )
-from tarantella_pp.partition.graph.calls import Call, OpenedCall, PlaceInside, graph_of
+from tarantella_pp.partition.graph.calls import (
+    Call,
+    OpenedCall,
+    PlaceInside,
+    graph_of,
+    opened_inputs,
+)
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Tensor
 from tarantella_pp.partition.graph.layer_inside import (
     LargestPart,
@@ -37,7 +43,6 @@ from tarantella_pp.partition.graph.layer_inside import (
     name_of,
 )
 from tarantella_pp.partition.graph.layer_trace import LayerTrace, Path, Value
-from tarantella_pp.partition.graph.nested_models import opened_inputs
 from tarantella_pp.partition.graph.placeholders import (
     SeenTensor,
     is_known_by_rule,
@@ -393,7 +398,22 @@ class _Reader:
 
 
 def _cost(cost: NodeCost, tensor_of: Callable[[Value], int]) -> NodeCost:
-    return replace(cost, keeps=tuple(dict.fromkeys(map(tensor_of, cost.keeps))))
+    def renamed(value: Hashable) -> Hashable:
+        return tensor_of(value) if isinstance(value, Value) else value
+
+    operations = (
+        one._replace(
+            reads=tuple(map(renamed, one.reads)),
+            makes=tuple((renamed(value), size) for value, size in one.makes),
+        )
+        for one in cost.operations
+    )
+    return replace(
+        cost,
+        keeps=tuple(dict.fromkeys(map(tensor_of, cost.keeps))),
+        operations=tuple(operations),
+        needed=tuple(map(renamed, cost.needed)),
+    )
 
 
 class Rest(keras.Operation):

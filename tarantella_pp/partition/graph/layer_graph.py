@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from tarantella_pp.partition.graph.least_kept import FLOPS_PER_BYTE, Operation, least_kept
+
 # Where a figure comes from: the traced graph, a guess, or a measurement.
 Source = Literal["analytic", "estimated", "measured"]
 # Kinds of operations whose gradients are some rows of their weights.
 LOOKUPS = frozenset({"Embedding"})
+# Operations from which on a part of a graph may end where it is narrow: what has to be kept is
+# found for each part.
+LARGE_PART = 150
 
 
 class Weight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,6 +56,10 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Bytes per sample kept for its backward pass that are no tensor of the graph
     residual_bytes: float = 0.0
     residual_source: Source = "estimated"  # where `keeps` and `residual_bytes` come from
+    # What it is made of, for one sample, and which of the values its backward pass reads; tensors
+    # are called by their ids. Nothing where nobody saw it
+    operations: tuple[Operation, ...] = ()
+    needed: tuple[Hashable, ...] = ()
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,6 +156,88 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         )
 
     @cached_property
+    def least(self) -> LayerGraph:
+        """The same graph where each node keeps the least, and cheap operations run again."""
+        known: dict[Hashable, set[Hashable]] = {}
+        nodes: list[Node] = []
+        for part, crossing in self._parts():
+            names: dict[Hashable, int] = {}  # numbers, so that parts that are alike are known
+            operations, needed = self._operations(part, crossing)
+            numbered = tuple(
+                one._replace(
+                    reads=tuple(names.setdefault(value, len(names)) for value in one.reads),
+                    makes=tuple((names.setdefault(v, len(names)), size) for v, size in one.makes),
+                )
+                for one in operations
+            )
+            wanted = tuple(names.setdefault(value, len(names)) for value in needed)
+            cut = known.get((numbered, wanted))
+            if cut is None:
+                cut = known[numbered, wanted] = least_kept(numbered, wanted, FLOPS_PER_BYTE)
+            sizes = {value: size for one in operations for value, size in one.makes}
+            kept = {value: sizes[value] for value in names if names[value] in cut}
+            nodes += [_keeping(self, node, kept) for node in part]
+        return msgspec.structs.replace(self, nodes=tuple(nodes))
+
+    def _parts(self) -> Iterator[tuple[list[Node], set[int]]]:
+        """Runs of nodes after which few tensors are there, with these."""
+        last = {self.storage(t): len(self.nodes) for t in self.outputs}
+        for node in self.nodes:
+            last |= {s: max(node.id, last.get(s, 0)) for s in map(self.storage, node.inputs)}
+        there: set[int] = set()
+        part: list[Node] = []
+        for node in self.nodes:
+            part.append(node)
+            there |= set(map(self.storage, (*node.inputs, *node.outputs)))
+            there = {tensor for tensor in there if last.get(tensor, -1) > node.id}
+            if len(there) <= 1 and sum(len(one.operations) for one in part) >= LARGE_PART:
+                yield part, there
+                part = []
+        if part:
+            yield part, set()
+
+    def _operations(
+        self, part: Sequence[Node], crossing: Iterable[int]
+    ) -> tuple[list[Operation], list[Hashable]]:
+        """The operations of some nodes, and what their backward passes need."""
+        operations: list[Operation] = []
+        needed: list[Hashable] = list(crossing)
+        made: set[Hashable] = set()
+
+        def value(node: Node, name: Hashable) -> Hashable:
+            return self.storage(name) if isinstance(name, int) else (node.id, name)
+
+        def given(tensors: Iterable[int]) -> list[int]:
+            """Sees to it that some tensors are made, those of other parts as they come."""
+            found = [*map(self.storage, tensors)]
+            for tensor in [t for t in dict.fromkeys(found) if t not in made]:
+                size = self.tensors[tensor].bytes_per_sample
+                operations.append(Operation((), ((tensor, float(size)),)))
+            made.update(found)
+            return found
+
+        for node in part:
+            reads = given(node.inputs)
+            for one in node.operations:
+                makes = tuple((value(node, name), size) for name, size in one.makes)
+                named = tuple(value(node, name) for name in one.reads)
+                operations.append(one._replace(reads=named, makes=makes))
+                made.update(name for name, _ in makes)
+            sizes = self.tensors
+            rest = tuple(
+                (tensor, float(sizes[tensor].bytes_per_sample))
+                for tensor in dict.fromkeys(map(self.storage, node.outputs))
+                if tensor not in made
+            )
+            if rest:  # as it comes, or where nobody saw how it is made
+                flops = 0.0 if node.operations or node.needed else math.inf
+                operations.append(Operation(tuple(reads), rest, flops))
+                made.update(tensor for tensor, _ in rest)
+            seen = node.needed if node.operations else node.keeps
+            needed += [value(node, name) for name in seen]
+        return operations, needed
+
+    @cached_property
     def unsized(self) -> frozenset[str]:
         """Names of tensors whose shapes have to be sent with each micro-batch, too."""
         return frozenset(
@@ -215,3 +307,14 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         }
         text = json.dumps(structure, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _keeping(graph: LayerGraph, node: Node, kept: Mapping[Hashable, float]) -> Node:
+    """A node that keeps what is kept of its own, and of what it is given."""
+    around = map(graph.storage, (*node.inputs, *node.outputs))
+    inside = (size for v, size in kept.items() if isinstance(v, tuple) and v[0] == node.id)
+    return msgspec.structs.replace(
+        node,
+        keeps=tuple(dict.fromkeys(tensor for tensor in around if tensor in kept)),
+        residual_bytes=sum(inside) if node.operations else node.residual_bytes,
+    )

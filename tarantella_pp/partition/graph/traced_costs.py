@@ -6,12 +6,14 @@ without a rule for each layer.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tarantella_pp.internals.training import body_of, step_of
+from tarantella_pp.partition.graph.least_kept import Operation
 
 Named = TypeVar("Named")
 
@@ -55,6 +57,10 @@ _KEPT = by_name(
     }
 )
 _CONVOLUTIONS = {"Conv2D": 0, "Conv3D": 0, "Conv2DBackpropInput": 2, "Conv3DBackpropInputV2": 2}
+#: Parts of the types of operations that are dear to run again; a function or a loop may hold some.
+_DEAR = ("MatMul", "Conv", "Einsum", "Pool", "Call", "While", "If", "Case")
+#: FLOPs of a product in the time in which one byte is read or written, and one number in it made.
+FLOPS_PER_MOVE = 10
 #: Operations that nothing but running them shows the costs of.
 _UNKNOWN = ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase", "PyFunc")
 
@@ -68,6 +74,10 @@ class NodeCost:
     keeps: tuple[Any, ...]
     residual_bytes: float  # of what else it keeps
     is_guess: bool
+    # Its operations, for one sample, and which of their values gradients read; values of the graph
+    # are called as it calls them
+    operations: tuple[Operation, ...] = ()
+    needed: tuple[Hashable, ...] = ()
 
 
 class Priced:
@@ -99,17 +109,36 @@ class Priced:
         operations = [self._operations[place] for place in places]
         kept: dict[Any, float] = {}
         more = 0.0
+        steps: list[Operation] = []
+        needed: dict[Hashable, None] = {}
+
+        def name(tensor: Any) -> Hashable:
+            held = memory_of(tensor)
+            known: Hashable = memory.get(held.ref(), held.name)
+            return known
+
         for op in operations:
+            if op not in self._fixed and op.type not in (*_VIEWS, "IdentityN", "Placeholder"):
+                steps += operations_of(op, name, self._fixed.__contains__, self._samples)
             if any(map(self.flows, op.outputs)):
-                more += _kept_besides(op, self._samples)
+                besides = _kept_besides(op, self._samples)
+                more += besides
+                if besides and op.type in _UNKNOWN:  # whatever it keeps nothing makes again
+                    steps.append(Operation((), ((op.name, besides / self._samples),)))
+                    needed[op.name] = None
+                elif besides and memory_of(op.inputs[0]).op not in self._fixed:
+                    needed[name(op.inputs[0])] = None
                 for held in map(memory_of, self._kept(op)):
                     if held.op not in self._fixed:
-                        kept[held.ref()] = _bytes(held) / self._samples
+                        kept[held.ref()] = bytes_of(held) / self._samples
+                        needed[name(held)] = None
         return NodeCost(
             sum(map(_flops, operations)) / self._samples,
             tuple(memory[ref] for ref in kept if ref in memory),
             sum(size for ref, size in kept.items() if ref not in memory) + more / self._samples,
             any(op.type in _UNKNOWN for op in operations),
+            tuple(steps),
+            tuple(needed),
         )
 
     def _kept(self, op: Any) -> list[Any]:
@@ -145,8 +174,8 @@ def frontier(wanted: Iterable[Any], is_given: Callable[[Any], bool]) -> tuple[li
 
 def memory_of(tensor: Any) -> Any:
     """The tensor that has the memory of another one."""
-    while tensor.op.type in _VIEWS:
-        tensor = tensor.op.inputs[0]
+    while tensor.op.type in (*_VIEWS, "IdentityN"):
+        tensor = tensor.op.inputs[tensor.value_index]
     return tensor
 
 
@@ -154,14 +183,32 @@ def _kept_besides(op: Any, samples: int) -> float:
     """Bytes that a gradient takes from what an operation is given, and keeps in its place."""
     how = _KEPT.get(op.type)
     if how == "numbers":
-        return _bytes(op.inputs[0])
+        return bytes_of(op.inputs[0])
     if how == "booleans":
         return float(_size(op.outputs[0]))
     if op.type not in _UNKNOWN:
         return 0.0
     # As recurrent layers do: some vectors of the size of each state, at each position.
     states = [t for t in op.inputs if t.shape.rank == 2 and t.shape[0] == samples]
-    return 4.0 * _steps_of(op) * sum(map(_bytes, states))
+    return 4.0 * _steps_of(op) * sum(map(bytes_of, states))
+
+
+def operations_of(
+    op: Any, name: Callable[[Any], Hashable], is_left_out: Callable[[Any], bool], samples: int = 1
+) -> list[Operation]:
+    """An operation as `least_kept` takes it, without the values that are left out."""
+    made = [(name(tensor), bytes_of(tensor) / samples) for tensor in op.outputs]
+    read = [() if is_left_out(tensor.op) else (name(tensor),) for tensor in op.inputs]
+    if op.type == "IdentityN":  # each output has the memory of its own input
+        return [Operation(held, (one,), 0.0) for held, one in zip(read, made, strict=True)]
+    dear = any(part in op.type for part in _DEAR)
+    moved = sum(map(bytes_of, [*op.inputs, *op.outputs]))
+    flops = math.inf
+    if op.type in _VIEWS:
+        flops = 0.0
+    elif op.type != "Placeholder" and op.op_def is not None and not op.op_def.is_stateful:
+        flops = (1 if dear else FLOPS_PER_MOVE) * _flops(op) + FLOPS_PER_MOVE * moved
+    return [Operation(tuple(itertools.chain(*read)), tuple(made), flops / samples, dear)]
 
 
 def _flops(op: Any) -> float:
@@ -209,8 +256,11 @@ def einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> float:
     return 2.0 * math.prod(sizes.values())
 
 
-def _bytes(tensor: Any) -> float:
-    return float(_size(tensor) * tensor.dtype.size)
+def bytes_of(tensor: Any) -> float:
+    """Bytes of a tensor, unknown sizes as one; a list of a loop as what was put in it."""
+    if tensor.dtype.name == "variant":
+        return sum(map(bytes_of, tensor.op.inputs))
+    return float(_size(tensor) * (tensor.dtype.size or 0))
 
 
 def _steps_of(op: Any) -> int:

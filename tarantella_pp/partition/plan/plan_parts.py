@@ -175,6 +175,8 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     balance: str
     memory_limit: MemoryLimit | None
     recompute: tuple[int, ...] = ()  # stages, ascending
+    # What a byte of activations is worth to the stages that do not recompute; see `least_kept`
+    flops_per_byte: Amount = 0.0
     ranks: tuple[int, ...] = ()
     placement: Placement = "pipelines-together"
     fusion_threshold: Number = FUSION_THRESHOLD

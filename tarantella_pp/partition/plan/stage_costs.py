@@ -64,6 +64,11 @@ class StageCostModel:
         return self.config.micro_batch_size
 
     @cached_property
+    def keeping(self) -> LayerGraph:
+        """The graph, with what its nodes keep where stages do not repeat all."""
+        return self.graph.least if self.config.flops_per_byte else self.graph
+
+    @cached_property
     def reduced(self) -> tuple[Sequence[float], Sequence[float]]:
         """Bytes in which each variable travels between replicas, where another trains it or not."""
         found = [reduction_bytes(self.graph, self.config, share) for share in (0.0, 1.0)]
@@ -160,7 +165,8 @@ class StageCostModel:
         received, sent, returned = message_bytes(
             cuts, stage, in_flight, names, self.config.sent, window
         )
-        backward = returned + backward_bytes(graph, nodes, rows)
+        keeping = graph if repeats else self.keeping
+        backward = returned + backward_bytes(keeping, [keeping.nodes[i] for i in ids], rows)
         own = [weight for weight in weights if users[weight.id][0] == stage]
         shares = self._shares(own)
         gone = in_flight * size + repeats * repeated  # at the end of a step
@@ -217,12 +223,14 @@ class StageCostModel:
         def size(tensors: set[int]) -> int:
             return rows * sum(graph.tensors[t].bytes_per_sample for t in tensors)
 
+        made = {tensor for node in nodes for tensor in node.outputs}
+        given = {tensor for node in nodes for tensor in node.inputs} - made
+        if not again and self.config.flops_per_byte:
+            nodes = [self.keeping.nodes[node.id] for node in nodes]
         kept = {graph.storage(tensor) for node in nodes for tensor in node.keeps}
         inside = math.ceil(rows * sum(node.residual_bytes for node in nodes))
         if not again:
             return kept, size(kept) + inside, 0
-        made = {tensor for node in nodes for tensor in node.outputs}
-        given = {tensor for node in nodes for tensor in node.inputs} - made
         inputs = {graph.storage(tensor) for tensor in given}
         received = (graph.tensors[t] for t in given)
         masks = sum(self.mask_bytes(one) for one in received if one.producer is not None)

@@ -86,14 +86,20 @@ class FlatGradients:
 
 
 @contextlib.contextmanager
-def unoptimized() -> Iterator[None]:
-    """Keeps TensorFlow from optimizing functions that are called a few times with few samples."""
-    before = tf.config.optimizer.get_experimental_options()["disable_meta_optimizer"]
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+def unoptimized(kind: str = "meta_optimizer") -> Iterator[None]:
+    """Keeps TensorFlow from optimizing functions that are called, or from doing it in one way.
+
+    All of it takes long for functions that are called a few times with few samples. Rewritten
+    arithmetic is another one in each part of a graph, so that what is run again would not be
+    what was run before, bit for bit.
+    """
+    option, off = ("disable_meta_optimizer", True) if kind == "meta_optimizer" else (kind, False)
+    before = tf.config.optimizer.get_experimental_options().get(option, not off)
+    tf.config.optimizer.set_experimental_options({option: off})
     try:
         yield
     finally:
-        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})
+        tf.config.optimizer.set_experimental_options({option: before})
 
 
 class SubgraphExtractor:
@@ -115,9 +121,9 @@ class SubgraphExtractor:
         feeds: Sequence[tf.Tensor],
         fetches: Sequence[tf.Tensor],
         effects: Sequence[tf.Operation] = (),
-        first: Mapping[str, Iterable[str]] | None = None,
+        waits: Callable[[], Mapping[str, Iterable[str]]] = dict,
     ) -> Callable[..., list[tf.Tensor]]:
-        """Makes a part callable; `first` names operations that some wait for besides."""
+        """Makes a part callable; `waits` names operations that some wait for besides."""
         fed = [_name(tensor) for tensor in feeds]
         names = [_name(tensor) for tensor in fetches]
         inner = [name for name in dict.fromkeys(names) if name not in fed]
@@ -130,7 +136,7 @@ class SubgraphExtractor:
             graph = tf.compat.v1.get_default_graph()
             known = {n: graph.capture(v) for n, v in self._captures.items() if n in used}
             known |= {name: value for name, value in given.items() if name in used}
-            part = self._part(nodes, first or {})  # made only of what is called
+            part = self._part(nodes, waits())  # made only of what is called
             imported = tf.graph_util.import_graph_def(
                 part, input_map=known, return_elements=inner, name="part"
             )
@@ -156,7 +162,7 @@ class SubgraphExtractor:
                 todo += [i if ":" in i else f"{i}:0" for i in inputs]
         return nodes, used
 
-    def _part(self, names: set[str], first: Mapping[str, Iterable[str]]) -> Any:
+    def _part(self, names: set[str], waits: Mapping[str, Iterable[str]]) -> Any:
         """The graph definition of some nodes; order constraints from outside are dropped."""
         part = tf.compat.v1.GraphDef()
         part.versions.CopyFrom(self._definition.versions)
@@ -167,7 +173,7 @@ class SubgraphExtractor:
                 copy.CopyFrom(node)
                 kept = [i for i in node.input if not i.startswith("^") or i[1:] in names]
                 del copy.input[:]
-                before = [f"^{name}" for name in first.get(node.name, ()) if name in names]
+                before = [f"^{name}" for name in waits.get(node.name, ()) if name in names]
                 copy.input.extend([*kept, *before])
                 copy.attr.pop("_class", None)  # asks to stay beside nodes of another part
         return part

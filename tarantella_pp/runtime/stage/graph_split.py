@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import networkx as nx
 import tensorflow as tf
 
 from tarantella_pp.errors import TarantellaError
+from tarantella_pp.partition.graph.least_kept import MOST_FOR_CHEAP, least_kept
+from tarantella_pp.partition.graph.traced_costs import operations_of
 from tarantella_pp.runtime.stage.graph_functions import (
     SubgraphExtractor,
     ancestors,
@@ -29,6 +32,10 @@ _REPEATABLE = {
     *("Const", "Identity", "Cast", "Reshape", "ExpandDims", "Squeeze", "Shape", "Transpose"),
     *("StridedSlice", "Pack", "Prod", "ConcatV2", "Range", "Fill", "Sub", "Add", "AddV2", "Mul"),
 }
+
+
+# Whether something is so of an operation
+Holds: TypeAlias = Callable[[tf.Operation], bool]
 
 
 class CutError(TarantellaError):
@@ -67,13 +74,13 @@ class GraphSplit:
         return self.kept_for_b + self.kept_for_w
 
 
-def split_graph(trace: Trace, repeats: bool = False) -> GraphSplit:
+def split_graph(trace: Trace, flops_per_byte: float = 0.0) -> GraphSplit:
     """Cuts a traced stage in three: F, B and W.
 
-    Qi et al., "Zero Bubble Pipeline Parallelism", 2023. With `repeats` the backward parts repeat
-    the forward pass from the stage's inputs, and nothing else is kept (Chen et al., "Training Deep
-    Nets with Sublinear Memory Cost", 2016). Random numbers come out the same, because the state of
-    their generators is kept.
+    Qi et al., "Zero Bubble Pipeline Parallelism", 2023. The backward parts repeat what is not worth
+    its memory at `flops_per_byte` (see `least_kept`); at infinity all, from the stage's inputs
+    (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). Random numbers come out
+    the same, because the state of their generators is kept.
     """
     #   inputs -> F -> outputs
     #             |
@@ -85,20 +92,30 @@ def split_graph(trace: Trace, repeats: bool = False) -> GraphSplit:
     #
     # `backward` is B and W in one, for schedules that do not part them: nothing is kept between.
     sides = _Sides.of(trace)
-    early, late, between = _kept(trace, sides, repeats)
+    only_on_weights = _only_on_weights(trace)
+    early, late, between = _kept(trace, sides, only_on_weights, flops_per_byte)
     for tensor in (*early, *late, *between):
         if tensor.dtype == tf.resource:
             raise CutError(f"{tensor.op.type} '{tensor.op.name}' cannot be kept between passes")
     seeds, residuals = trace.seeds, (*early, *late)
     gradients = (*trace.input_gradients, *trace.weight_gradients)
+    held = {tensor.ref() for tensor in residuals}
+
+    def waits(weights_first: bool) -> Callable[[], dict[str, list[str]]]:
+        return lambda: _waits(
+            sides, lambda t: t.ref() in held or only_on_weights(t.op), weights_first
+        )
+
     carve = SubgraphExtractor(trace.function).extract
     # What the forward pass must run although nothing uses its result.
     effects = [op for op in sides.order if op not in sides.after and has_effect(op)]
     return GraphSplit(
         forward=carve(trace.inputs, [*trace.outputs, *residuals], effects),
-        backward_input=carve([*seeds, *residuals], [*trace.input_gradients, *between]),
+        backward_input=carve(
+            [*seeds, *residuals], [*trace.input_gradients, *between], waits=waits(False)
+        ),
         backward_weight=carve([*late, *between], trace.weight_gradients),
-        backward=carve([*seeds, *residuals], gradients, first=_weights_first(sides)),
+        backward=carve([*seeds, *residuals], gradients, waits=waits(True)),
         kept_for_b=early,
         kept_for_w=late,
         b_to_w=between,
@@ -129,27 +146,45 @@ class _Sides:
 
 
 def _kept(
-    trace: Trace, sides: _Sides, repeats: bool
+    trace: Trace, sides: _Sides, only_on_weights: Holds, flops_per_byte: float
 ) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...], tuple[tf.Tensor, ...]]:
     """What is kept of a micro-batch: the three parts of `GraphSplit`."""
-    only_on_weights = _only_on_weights(trace)
-    is_made_again = _recomputable(trace, only_on_weights) if repeats else only_on_weights
+    gradients = [*trace.input_gradients, *trace.weight_gradients]
+    read, _ = frontier(gradients, lambda t: t.op not in sides.after)
+    kept = _least(trace, read, only_on_weights, flops_per_byte)
 
-    def is_residual(tensor: tf.Tensor) -> bool:
-        return tensor.op not in sides.after and not is_made_again(tensor.op)
-
-    residuals, _ = frontier([*trace.input_gradients, *trace.weight_gradients], is_residual)
-    _, run_by_b = frontier([*trace.input_gradients, *_quick(trace, sides)], is_residual)
-    of_b = {op for op in run_by_b if not only_on_weights(op)} | {seed.op for seed in trace.seeds}
-    used_by_w, _ = frontier(trace.weight_gradients, lambda t: t.op in of_b or is_residual(t))
-    late = in_order([t for t in used_by_w if t.op not in of_b], sides.order)
-    # What both need waits for W, and B only looks at it.
-    waits = {tensor.ref() for tensor in late}
-    return (
-        in_order([t for t in residuals if t.ref() not in waits], sides.order),
-        late,
-        in_order([t for t in used_by_w if t.op in of_b], sides.order),
+    _, run_by_b = frontier(
+        [*trace.input_gradients, *_quick(trace, sides)], lambda t: t.op not in sides.after
     )
+    of_b = run_by_b | {seed.op for seed in trace.seeds}
+
+    def is_older(tensor: tf.Tensor) -> bool:
+        return tensor.op not in sides.after or tensor.op in of_b
+
+    read_by_w, _ = frontier(trace.weight_gradients, is_older)
+    # What is dear B repeats once, for both.
+    cheap = flops_per_byte if flops_per_byte <= MOST_FOR_CHEAP else 0.0
+    older = [tensor for tensor in read_by_w if tensor.op not in of_b]
+    for_w = _least(trace, older, only_on_weights, cheap)
+    from_b = [tensor for tensor in read_by_w if tensor.op in of_b]
+    # What both need waits for W, and B only looks at it.
+    return (
+        in_order([ref.deref() for ref in kept - for_w], sides.order),
+        in_order([ref.deref() for ref in for_w & kept], sides.order),
+        in_order([*from_b, *(ref.deref() for ref in for_w - kept)], sides.order),
+    )
+
+
+def _least(
+    trace: Trace, read: Sequence[tf.Tensor], only_on_weights: Holds, flops_per_byte: float
+) -> set[Any]:
+    """References of the tensors to keep so that those that are read are there again."""
+    needed = [tensor.ref() for tensor in read if not only_on_weights(tensor.op)]
+    _, above = frontier(read, lambda tensor: only_on_weights(tensor.op))
+    operations = [
+        one for op in above for one in operations_of(op, lambda t: t.ref(), only_on_weights)
+    ]
+    return least_kept(operations, needed, flops_per_byte)
 
 
 def _quick(trace: Trace, sides: _Sides) -> list[tf.Tensor]:
@@ -162,22 +197,54 @@ def _quick(trace: Trace, sides: _Sides) -> list[tf.Tensor]:
     return [gradient for gradient in trace.weight_gradients if gradient.op in sides.w_ops - slow]
 
 
-def _weights_first(sides: _Sides) -> dict[str, list[str]]:
-    """Has weight gradients computed as soon as the gradient that they need is there.
+def _waits(
+    sides: _Sides, is_there: Callable[[tf.Tensor], bool], weights_first: bool
+) -> dict[str, list[str]]:
+    """The operations of a backward part that others wait for, by the names of these.
 
-    Left to itself TensorFlow may run ahead with the input gradients, and all that the weight
-    gradients need is in memory until they are computed. What follows from the same gradient cannot
-    be needed for them, so that nothing waits for itself.
+    Weight gradients are computed as soon as the gradient that they need is there, and operations
+    are repeated only when the backward pass has come to what needs them. Left to itself TensorFlow
+    may run ahead with the input gradients and all repeated operations, and fill the memory.
+
+        dz --> dW    (uses the repeated x)     x waits for dz
+           +-> dx    waits for dW
+    """
+    backward = sides.b_ops | sides.w_ops if weights_first else sides.b_ops
+    first = _weights_first(sides) if weights_first else {}
+    order = nx.DiGraph()
+    for op in backward:
+        order.add_edges_from((t.op, op) for t in op.inputs if t.op in backward)
+        order.add_edges_from((other, op) for other in first.get(op, ()))
+        order.add_node(op)
+    sorted_ops = nx.lexicographical_topological_sort(order, key=sides.order.__getitem__)
+    place = {op: i for i, op in enumerate(sorted_ops)}
+    user = dict(place)  # the place where an operation, or what follows from it, is first used
+    waits = {op.name: [other.name for other in others] for op, others in first.items()}
+    reached = list(place)
+    read = (t for op in place for t in op.inputs if t.op not in sides.after)
+    _, again = frontier(read, is_there)
+    for op in sorted(again, key=sides.order.__getitem__, reverse=True):
+        user[op] = min(user[r] for t in op.outputs for r in t.consumers() if r in user)
+        above = [t.op for t in reached[user[op]].inputs if t.op in place]
+        if above:
+            waits.setdefault(op.name, []).append(max(above, key=place.__getitem__).name)
+    return waits
+
+
+def _weights_first(sides: _Sides) -> dict[tf.Operation, list[tf.Operation]]:
+    """The weight gradients that operations of the input gradients wait for.
+
+    What follows from the same gradient cannot be needed for them, so nothing waits for itself.
     """
     b_ops, order = sides.b_ops, sides.order
     latest: dict[tf.Operation, tf.Operation] = {}
-    first: dict[str, list[str]] = {}
+    first: dict[tf.Operation, list[tf.Operation]] = {}
     for op in sorted(sides.w_ops, key=order.__getitem__):
         above = [latest.get(t.op, t.op) for t in op.inputs if t.op in latest or t.op in b_ops]
         if above:
             latest[op] = max(above, key=order.__getitem__)
             for reader in {r for t in latest[op].outputs for r in t.consumers()} & b_ops:
-                first.setdefault(reader.name, []).append(op.name)
+                first.setdefault(reader, []).append(op)
     return first
 
 
@@ -186,7 +253,7 @@ def has_effect(op: tf.Operation) -> bool:
     return op.op_def is not None and op.op_def.is_stateful and op.type not in _READS
 
 
-def _only_on_weights(trace: Trace) -> Callable[[tf.Operation], bool]:
+def _only_on_weights(trace: Trace) -> Holds:
     """Tells whether an operation depends on constants and weights that F does not write alone."""
     operations = trace.function.graph.get_operations()
     written = {op.inputs[0].ref() for op in operations if op.type in _WRITES}
@@ -202,16 +269,3 @@ def _only_on_weights(trace: Trace) -> Callable[[tf.Operation], bool]:
         return op.type in _REPEATABLE and all(depends(tensor.op) for tensor in op.inputs)
 
     return depends
-
-
-def _recomputable(
-    trace: Trace, only_on_weights: Callable[[tf.Operation], bool]
-) -> Callable[[tf.Operation], bool]:
-    """Tells which operations give the same again once the stage's inputs are there."""
-    fed = {tensor.op for tensor in trace.inputs}
-
-    def pure(op: tf.Operation) -> bool:
-        stateful = op.op_def is None or op.op_def.is_stateful
-        return only_on_weights(op) or not (op in fed or stateful)
-
-    return pure

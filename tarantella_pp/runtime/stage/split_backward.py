@@ -10,26 +10,25 @@ from typing import Any
 
 import tensorflow as tf
 
+from tarantella_pp.partition.graph.traced_costs import memory_of
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, FlatGradients, specs_of
 from tarantella_pp.runtime.stage.graph_split import CutError, Trace, split_graph
 from tarantella_pp.runtime.stage.stage_module import StageModule
 from tarantella_pp.runtime.weights.slices import Slices
 
 _KEY, _FLAG = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
-# Operations whose result is in the memory of what they are given.
-_VIEWS = ("Reshape", "Identity", "ExpandDims", "Squeeze")
 
 
 class SplitBackward:
     """Traces a stage once, forward and backward, and cuts the graph into F, B and W."""
 
     def __init__(
-        self, module: StageModule, specs: Sequence[tf.TensorSpec], repeats: bool = False
+        self, module: StageModule, specs: Sequence[tf.TensorSpec], flops_per_byte: float = 0.0
     ) -> None:
         self._module = module
         self._gradients = FlatGradients([])
         trace = self._trace(specs)
-        self._cut = split_graph(trace, repeats)
+        self._cut = split_graph(trace, flops_per_byte)
         self._early, self._late = (
             ActivationStash(self._cut.kept_for_b),
             ActivationStash(self._cut.kept_for_w),
@@ -177,9 +176,7 @@ def _bytes_of(tensors: Sequence[tf.Tensor]) -> int | None:
     memory: dict[Any, int] = {}  # bytes by the tensor that has them
     for tensor in tensors:
         shape = [size or 1 for size in tensor.shape.as_list()]
-        while tensor.op.type in _VIEWS:
-            tensor = tensor.op.inputs[0]
-        memory[tensor.ref()] = int(tensor.dtype.size) * math.prod(shape)
+        memory[memory_of(tensor).ref()] = int(tensor.dtype.size) * math.prod(shape)
     return sum(memory.values())
 
 

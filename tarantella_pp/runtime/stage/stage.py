@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -27,9 +28,9 @@ TrainingPass: TypeAlias = "SplitBackward | TapeBackward"
 class TrainingPasses:
     """One pass for the first shapes seen, fast for they are static, and one for all others."""
 
-    def __init__(self, module: StageModule, repeats: bool) -> None:
+    def __init__(self, module: StageModule, flops_per_byte: float) -> None:
         self._module = module
-        self._repeats = repeats
+        self._flops_per_byte = flops_per_byte
         self._known: dict[Shapes, TrainingPass] = {}
         # The pass for any shape seen so far, and the inputs that it takes.
         self.general: TrainingPass | None = None
@@ -68,7 +69,7 @@ class TrainingPasses:
     def _make(self, specs: Sequence[tf.TensorSpec]) -> TrainingPass:
         if self.fallback is None:
             try:
-                return SplitBackward(self._module, specs, self._repeats)
+                return SplitBackward(self._module, specs, self._flops_per_byte)
             except CutError as error:
                 self.fallback = str(error)
                 index = self._module.boundary.index
@@ -140,13 +141,17 @@ class Stage:
     """
 
     def __init__(
-        self, boundary: StageBoundary, calls: Sequence[Call], repeats: bool = False
+        self,
+        boundary: StageBoundary,
+        calls: Sequence[Call],
+        repeats: bool = False,
+        flops_per_byte: float = 0.0,
     ) -> None:
         self.boundary = boundary
         self.module = StageModule(boundary, calls)
         self._first: list[tf.TensorSpec] = []
-        self._keeping = TrainingPasses(self.module, repeats=False)
-        self._repeating = TrainingPasses(self.module, repeats=True) if repeats else None
+        self._keeping = TrainingPasses(self.module, flops_per_byte)
+        self._repeating = TrainingPasses(self.module, math.inf) if repeats else None
         self._running: dict[int, TrainingPass] = {}
         run = functools.partial(self.module.run, training=False)
         # As in Keras, predictions are traced apart: a layer may be another one by then.

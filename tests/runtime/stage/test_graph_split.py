@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.partition.graph.least_kept import FLOPS_PER_BYTE
 from tarantella_pp.runtime.stage.graph_functions import ancestors
 from tarantella_pp.runtime.stage.graph_split import Trace, split_graph
 
@@ -63,3 +64,17 @@ def test_sums_over_rows_come_with_input_gradients_and_only_operands_of_products_
     assert [tensor.op.type for tensor in parts.kept_for_b] == ["Sigmoid", "Sigmoid"]
     assert [tensor.op.type for tensor in parts.kept_for_w] == ["Placeholder", "Softplus"]
     assert sorted(tuple(tensor.shape) for tensor in parts.b_to_w) == [(3, 4), (3, 4), (4,), (4,)]
+
+
+def test_operations_run_again_only_when_the_backward_pass_has_come_to_them():
+    """Else a backward pass would have all of them in memory at a time."""
+    trace = traced([new_weight(i) for i in range(4)])
+    parts = split_graph(trace, FLOPS_PER_BYTE)
+    assert len(parts.residuals) < len(split_graph(trace).residuals)
+    fed = [*trace.seeds, *parts.residuals]
+    _, (back, *_) = operations_of(parts.backward, fed)
+    again = [op for op in ancestors([back]) if op.type in ("Softplus", "Sigmoid")]
+    (seed,) = (op for op in ancestors([back]) if op.name == back.graph.inputs[0].op.name)
+    at_once = [op for op in again if seed not in ancestors(op.outputs)]
+    assert len(again) > 3
+    assert len(at_once) <= 1  # of the last product, which is first

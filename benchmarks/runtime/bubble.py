@@ -22,10 +22,10 @@ from benchmarks.runtime.stubs import Seconds, StubPipeline
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.comm.machine import clock_offset
 from tarantella_pp.runtime.executor import Recorder, gather_steps
-from tarantella_pp.schedule import TRAINING_NAMES, Costs, simulate
+from tarantella_pp.schedule import TRAINING_NAMES, V_SHAPED, Costs, simulate
 from tests.helpers.closed_forms import bubble_fraction
 
-STAGES_PER_RANK = {"interleaved": 2, "zb-v": 2}
+STAGES_PER_RANK = dict.fromkeys(("interleaved", *V_SHAPED), 2)
 
 
 def measure(name: str, micro_batches: int, seconds: float, steps: int) -> list[str]:

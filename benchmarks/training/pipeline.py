@@ -43,10 +43,10 @@ from tarantella_pp.models import pipeline_model
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.comm.machine import clock_offset
 from tarantella_pp.runtime.executor import Recorder, gather_steps
-from tarantella_pp.schedule import TRAINING_NAMES, Costs, Schedule, lower, simulate
+from tarantella_pp.schedule import TRAINING_NAMES, V_SHAPED, Costs, Schedule, lower, simulate
 from tests.helpers.closed_forms import bubble_fraction
 
-STAGES_PER_RANK = {"interleaved": 2, "zb-v": 2}
+STAGES_PER_RANK = dict.fromkeys(("interleaved", *V_SHAPED), 2)
 
 
 class Trainer:

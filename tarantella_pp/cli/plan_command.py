@@ -56,7 +56,7 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
     add("--ranks", dest="num_ranks", type=positive_int, metavar="N",
         help="ranks for stages x replicas, instead of these: choose the fastest")  # fmt: skip
     add("--stages-per-rank", type=positive_int, metavar="V",
-        help="stages of a rank (default: 2 with interleaved and zb-v, else 1)")  # fmt: skip
+        help="stages of a rank (default: 2 with interleaved, and with a V; else 1)")  # fmt: skip
     add("--balance", type=_numbers, metavar="WHAT",
         help="memory, flops or time (default: with which a step is fastest), or a number of layers "
         "for each stage: 526,551")  # fmt: skip

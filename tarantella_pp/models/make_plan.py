@@ -18,6 +18,7 @@ from tarantella_pp.errors import ConfigurationError, PlanError, checked_count
 from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.models.profiler import profile as measure
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
+from tarantella_pp.partition.graph.units import parse_bytes
 from tarantella_pp.partition.node_link import NamedGraph
 from tarantella_pp.partition.options import (
     GIVEN,
@@ -33,7 +34,7 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan_search import WORTHWHILE, PlanSearch, choose_plan, infeasible
 from tarantella_pp.partition.planner import LOOPS, Planner
 from tarantella_pp.partition.profile import Profile
-from tarantella_pp.schedule import Schedule, ScheduleSpec, read_schedule
+from tarantella_pp.schedule import V_SHAPED, Schedule, ScheduleSpec, read_schedule
 
 # A GPU whose name says nothing.
 ACCELERATOR = HardwareSpec(flops_per_second=1e13, action_seconds=3e-4, memory_bandwidth=1e12)
@@ -41,6 +42,8 @@ ACCELERATOR = HardwareSpec(flops_per_second=1e13, action_seconds=3e-4, memory_ba
 SLOW_LINK = 2e9
 # Into how many a batch is cut to measure operations, where that is open.
 MICRO_BATCHES = 8
+# Stages from which a rank holds less under `v-half` and `v-min` than under 1F1B.
+LEAST_FOLDED = 6
 
 # Stages of a pipeline, replicas, and ranks of a pipeline.
 Shape = tuple[int, int, int]
@@ -88,11 +91,13 @@ def make_plan(
             or with `num_ranks` the ranks that are left for each stage.
         num_ranks: Number of ranks for stages x replicas / `stages_per_rank`, the default.
         stages_per_rank: Number of stages of a rank (virtual stages). Default: 2 for
-            `"interleaved"` and `"zb-v"`, as in a schedule of your own, otherwise 1.
+            `"interleaved"`, `"zb-v"`, `"v-half"` and `"v-min"`, as in a schedule of your own,
+            otherwise 1.
         schedule: See `PipelineModel`; `"zb-auto"` is planned like `"zb-h1"`. Default: the faster
             of `"1f1b"` and `"zb-h1"`, or with several stages on a rank of `"1f1b"` and
             `"interleaved"`; over a link below 2 GB/s `"eager-1f1b"` where that is faster by 5 %,
-            for it takes more memory.
+            for it takes more memory; under a `memory_limit`, `"v-half"` or `"v-min"` where that
+            is faster by 5 % or nothing else fits, and three ranks or more may have two stages.
         balance: `"memory"` for the smallest largest memory of a rank, temporaries included;
             `"time"` for the smallest largest time, measured on this machine; `"flops"` for the
             same by the machine's arithmetic and memory traffic, nothing measured. Default: the one
@@ -203,7 +208,7 @@ def _plan_of(extracted: ExtractedModel | NamedGraph, options: PlanOptions) -> Pl
     machine = default_machine() if options.machine is None else machine_of(options.machine)
     custom = None if options.schedule is None else read_schedule(options.schedule)
     options, assignment = _completed(options, extracted, custom)
-    per_rank = 2 if options.schedule in ("interleaved", "zb-v") else 1
+    per_rank = 2 if options.schedule in ("interleaved", *V_SHAPED) else 1
     if options.stages_per_rank is not None:
         per_rank = checked_count("stages_per_rank", options.stages_per_rank)
     elif custom is not None:
@@ -214,15 +219,10 @@ def _plan_of(extracted: ExtractedModel | NamedGraph, options: PlanOptions) -> Pl
     planner = Planner.of(extracted, options.optimizer, options.profile, machine, assignment)
     if len(shapes) == 1:
         planner.check_stages(shapes[0][0])
-    shapes = _possible(shapes, planner, options)
+    if len(shapes) > 1:
+        shapes = _possible(shapes, planner, options) or shapes[-1:]  # one to be refused
     searches = _searches(planner, options, custom, shapes)
-    further: list[PlanSearch] = []
-    if options.schedule is None:
-        # Pipelines with a stage on each rank whose messages may take as long as computations.
-        is_slow = machine.bandwidth is not None and machine.bandwidth < SLOW_LINK
-        slow = [shape for shape in shapes if is_slow and shape[0] == shape[2] > 1]
-        further = _searches(planner, replace(options, schedule="eager-1f1b"), None, slow)
-    chosen = choose_plan(searches, further)
+    chosen = choose_plan(searches, lambda best: _further(planner, options, shapes, best))
     if chosen is None:
         raise PlanError(infeasible(replace(searches[-1], roughly=False)))
     return chosen
@@ -247,6 +247,35 @@ def _searches(
         for balance in balances
         for name in _schedules(options.schedule, planner, stages, ranks)
     ]
+
+
+def _further(
+    planner: Planner, options: PlanOptions, shapes: list[Shape], best: Plan | None
+) -> list[PlanSearch]:
+    """Searches among plans of schedules that are only taken if they are worth it."""
+    if options.schedule is not None:
+        return []
+    # Pipelines with a stage on each rank whose messages may take as long as computations.
+    bandwidth = math.inf if planner.machine is None else planner.machine.bandwidth or math.inf
+    slow = [shape for shape in shapes if bandwidth < SLOW_LINK and shape[0] == shape[2] > 1]
+    found = _searches(planner, replace(options, schedule="eager-1f1b"), None, slow)
+    if options.memory_limit is None or _has_loops(planner):
+        return found
+    if options.recompute is None:
+        options = replace(options, recompute="none")
+    rank_limit = None
+    if options.num_stages is None and options.stages_per_rank is None:
+        shapes = _possible(_shapes(options, 2), planner, options)
+        rank_limit = parse_bytes(cast("int | str", options.memory_limit), "memory_limit")
+        options = replace(options, memory_limit=None)
+    folded = [shape for shape in shapes if shape[0] == 2 * shape[2] >= LEAST_FOLDED]
+    if best is not None:  # the same ranks and micro-batches: to try all takes as long again
+        folded = [shape for shape in folded if shape[1:] == (best.num_replicas, best.num_ranks)]
+        options = replace(options, num_micro_batches=best.num_micro_batches)
+    for name in ("v-half", "v-min"):
+        made = _searches(planner, replace(options, schedule=name), None, folded)
+        found += [replace(search, rank_limit=rank_limit) for search in made]
+    return found
 
 
 def _completed(
@@ -306,16 +335,13 @@ def default_machine() -> HardwareSpec:
 
 
 def _possible(shapes: list[Shape], planner: Planner, options: PlanOptions) -> list[Shape]:
-    """Returns the shapes that model, batch and options allow; if none, one to be refused."""
-    if len(shapes) == 1:
-        return shapes
+    """Returns the shapes that model, batch and options allow."""
     most = max(1, options.batch_size // planner.least_rows)
-    found = [
+    return [
         (stages, replicas, ranks)
         for stages, replicas, ranks in shapes
         if replicas <= most and _has_stages(stages, planner, options)
     ]
-    return found or shapes[-1:]
 
 
 def _has_stages(num_stages: int, planner: Planner, options: PlanOptions) -> bool:
@@ -339,8 +365,11 @@ def _schedules(given: Any, planner: Planner, num_stages: int, num_ranks: int) ->
         return ("1f1b",)
     if num_stages > num_ranks:
         return ("interleaved", "1f1b")
-    loops = any(node.kind in LOOPS for node in planner.graph.nodes)
-    return ("1f1b",) if loops else ("zb-h1", "1f1b")
+    return ("1f1b",) if _has_loops(planner) else ("zb-h1", "1f1b")
+
+
+def _has_loops(planner: Planner) -> bool:
+    return any(node.kind in LOOPS for node in planner.graph.nodes)
 
 
 def _shapes(options: PlanOptions, per_rank: int) -> list[Shape]:

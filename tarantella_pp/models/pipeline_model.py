@@ -57,9 +57,10 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         num_micro_batches: Number of micro-batches that each batch is cut into. Their gradients
             are added up before the optimizer step (gradient accumulation). Default: the fastest.
         schedule: `"gpipe"`, `"1f1b"`, `"eager-1f1b"`, `"interleaved"`, `"zb-h1"`, `"zb-v"`,
-            `"zb-auto"`, searched for with the costs of the plan, or a schedule of your own: a
-            `schedule.Schedule` or the path of a text file with one. Default: the fastest, see
-            `make_plan`; `"gpipe"` where the loss cannot be computed one micro-batch at a time.
+            `"v-half"`, `"v-min"`, `"zb-auto"`, searched for with the costs of the plan, or a
+            schedule of your own: a `schedule.Schedule` or the path of a text file with one.
+            Default: the fastest, see `make_plan`; `"gpipe"` where the loss cannot be computed one
+            micro-batch at a time.
         balance: What the stages are balanced by: `"memory"`; `"time"`, for which rank 0 measures
             each operation while the others wait; or `"flops"`. Default: the one with which a step
             is fastest within the limit.

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -80,6 +80,8 @@ class PlanSearch:
     # Whether to balance memory it is enough to count what adds up: where that is one of several
     # ways to find a fast plan
     roughly: bool = False
+    # Bytes of a rank, which its stages share as they need them; instead of limits of stages
+    rank_limit: int | None = None
 
     def options(self, *, alone: bool = False, **changes: Any) -> Settings:
         """Returns the options, some changed; `alone` as if each stage had a rank of its own."""
@@ -119,6 +121,8 @@ class PlanSearch:
 
     def within_limit(self, candidate: Candidate, deadline: float) -> list[Timed]:
         """Makes plans of a candidate within the limit; few stages recompute, if any."""
+        if self.rank_limit is not None:
+            return self._within_rank_limit(*candidate.timed)
         if candidate.final:
             return [candidate.timed]
         count = candidate.options.num_micro_batches
@@ -132,6 +136,14 @@ class PlanSearch:
             found += self.of_count(count, recompute=stages)
             needed = needed or (len(stages) if found else 0)
         return found
+
+    def _within_rank_limit(self, seconds: float, plan: Plan) -> list[Timed]:
+        size, needed = self.rank_limit or 0, plan.rank_bytes(plan.num_ranks)
+        if max(needed) > size:
+            return []
+        pairs = zip(plan.stages, plan.ranks, strict=True)
+        limits = tuple(size * stage.memory_bytes // needed[rank] for stage, rank in pairs)
+        return [(seconds, msgspec.structs.replace(plan, memory_limit=limits))]
 
     def smallest_memory_plan(self) -> Plan:
         """Makes the plan whose largest stage needs the least memory, whatever the limit."""
@@ -216,16 +228,16 @@ def largest_stage(plan: Plan) -> int:
     return max(stage.memory_bytes for stage in plan.stages)
 
 
-def choose_plan(searches: Sequence[PlanSearch], further: Sequence[PlanSearch] = ()) -> Plan | None:
+def choose_plan(
+    searches: Sequence[PlanSearch],
+    further: Callable[[Plan | None], Sequence[PlanSearch]] = lambda best: (),
+) -> Plan | None:
     """Makes the plan whose step is the shortest, within the memory limit; `further` if worth it."""
     deadline = time.thread_time() + PATIENCE
     best = _fastest(_candidates(searches, deadline), deadline)
-    if best is None:
-        return None
-    cut = _fastest(_candidates(further, deadline), deadline)
-    if cut is not None and cut[0] < (1 - WORTHWHILE) * best[0]:
-        best = cut
-    return with_step(best[1])
+    below, plan = (math.inf, None) if best is None else ((1 - WORTHWHILE) * best[0], best[1])
+    best = _fastest(_candidates(further(plan), deadline), deadline, below) or best
+    return None if best is None else with_step(best[1])
 
 
 def _candidates(searches: Sequence[PlanSearch], deadline: float) -> list[Candidate]:
@@ -249,13 +261,17 @@ def _played(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
             heapq.heappush(waiting, (in_order(candidate.timed), place, candidate))
 
 
-def _fastest(candidates: Iterable[Candidate], deadline: float) -> Timed | None:
-    """Returns the best of some candidates; a memory limit makes none of them faster."""
+def _fastest(
+    candidates: Iterable[Candidate], deadline: float, below: float = math.inf
+) -> Timed | None:
+    """Returns the best of some candidates that take less than some seconds."""
     found: list[Timed] = []
     for candidate in _played(candidates):
-        if found and candidate.timed[0] >= min(found, key=in_order)[0]:
+        # A memory limit makes none of them faster.
+        if candidate.timed[0] >= min([below, *(seconds for seconds, _ in found)]):
             break
-        found += candidate.search.within_limit(candidate, deadline)
+        within = candidate.search.within_limit(candidate, deadline)
+        found += [timed for timed in within if timed[0] < below]
         if found and not candidate.search.limited:
             break
     return min(found, key=in_order, default=None)

@@ -59,7 +59,8 @@ class StepSchedules:
     @property
     def gpipe(self) -> ScheduleSpec:
         """What runs where the loss needs the whole batch."""
-        return ScheduleSpec("gpipe", self.spec.num_stages, self.spec.num_ranks)
+        spec = self.spec
+        return ScheduleSpec("gpipe", spec.num_stages, spec.num_ranks, where=spec.placement)
 
     @property
     def sees_batch_at_once(self) -> bool:

@@ -24,6 +24,7 @@ from tarantella_pp.schedule.actions import Transfer as Transfer
 from tarantella_pp.schedule.actions import kept_whole as kept_whole
 from tarantella_pp.schedule.actions import parse_action as parse_action
 from tarantella_pp.schedule.generators import SCHEDULE_NAMES as SCHEDULE_NAMES
+from tarantella_pp.schedule.generators import V_SHAPED as V_SHAPED
 from tarantella_pp.schedule.generators import make_schedule as make_schedule
 from tarantella_pp.schedule.lowering import lower as lower
 from tarantella_pp.schedule.lowering import reductions as reductions

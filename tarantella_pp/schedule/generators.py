@@ -11,11 +11,13 @@ from itertools import pairwise
 
 from tarantella_pp.errors import ScheduleError, checked_count
 from tarantella_pp.schedule.actions import Compute, Kind
-from tarantella_pp.schedule.list_scheduling import Orders, merge
+from tarantella_pp.schedule.list_scheduling import Orders, fill_gaps, merge
 from tarantella_pp.schedule.schedule import Schedule, checked_placement
 
+# Two stages on each rank: down the ranks and up again.
+V_SHAPED = ("zb-v", "v-half", "v-min")
 # The schedules that `make_schedule` makes.
-SCHEDULE_NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-v", "forward")
+SCHEDULE_NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", *V_SHAPED, "forward")
 
 
 def forward(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
@@ -202,6 +204,45 @@ def zb_v(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Compute, ..
     return tuple(action for action in order if action.micro_batch < num_micro_batches)
 
 
+def v_blocks(name: str, num_ranks: int, num_micro_batches: int) -> Orders:
+    """Orders the ranks of `v-half` and `v-min`: stages as in `zb_v`, for a half or a third of 1F1B.
+
+    Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024. Six slots hold F, B
+    and W of a rank's two stages, so that a micro-batch begins every six slots and runs like the
+    one before. The sooner it is back, the fewer are in flight. `v-min` takes a slot for each stage;
+    `v-half` takes two up the V, which leaves time for messages and unequal computations. The first
+    micro-batch of `v-min` on four ranks; the other slots are those of other micro-batches, and W::
+
+        slot    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15
+        rank 0 F0 .. .. .. .. .. .. F7 B7 .. .. .. .. .. .. B0
+        rank 1 .. F1 .. .. .. .. F6 .. .. B6 .. .. .. .. B1 ..
+        rank 2 .. .. F2 .. .. F5 .. .. .. .. B5 .. .. B2 .. ..
+        rank 3 .. .. .. F3 F4 .. .. .. .. .. .. B4 B3 .. .. ..
+    """
+    # Slots from rank to rank up the V; slots of its turn forward and back, with which no two
+    # computations of a rank ever meet; slots by which W may come late.
+    if name == "v-half":
+        up, there, back, late = (2, 1, 2, 0) if num_ranks % 2 else (2, 4, 5, 0)
+    else:
+        up, there, back, late = (1, 1, 1, 1 + num_ranks % 3) if num_ranks % 3 else (1, 3, 3, 1)
+    last = num_ranks - 1
+    end = last + there + up * last
+    orders, limits = [], [0] * (2 * num_ranks)
+    for rank in range(num_ranks):
+        slots = []
+        way_up = up * (last - rank)
+        for stage, forward, backward in (
+            (rank, rank, end + 1 + last + back + way_up),
+            (2 * num_ranks - 1 - rank, last + there + way_up, end + 1 + rank),
+        ):
+            limits[stage] = 1 + (backward - forward + late) // 6
+            for i in range(num_micro_batches):
+                slots.append((forward + 6 * i, Compute(stage, "F", i)))
+                slots.append((backward + 6 * i, Compute(stage, "B", i)))
+        orders.append([action for _, action in sorted(slots)])
+    return fill_gaps(orders, limits, _folded(2 * num_ranks), num_micro_batches)
+
+
 _STAGE_ORDERS: dict[str, Callable[[int, int, int], list[Compute]]] = {
     "forward": forward,
     "gpipe": gpipe,
@@ -226,7 +267,7 @@ def make_schedule(
             f"Received: schedule={name!r}"
         )
     check_counts(num_stages=num_stages, num_micro_batches=num_micro_batches, num_ranks=num_ranks)
-    where = make_placement(num_stages, num_ranks, placement, v_shaped=name == "zb-v")
+    where = make_placement(num_stages, num_ranks, placement, v_shaped=name in V_SHAPED)
     orders = _orders(name, num_micro_batches, where)
     return Schedule(name, num_stages, num_micro_batches, 1 + max(where), where, orders)
 
@@ -285,12 +326,14 @@ def _orders(name: str, num_micro_batches: int, placement: tuple[int, ...]) -> Or
         return tuple(
             interleaved(rank, num_ranks, depth, num_micro_batches) for rank in range(num_ranks)
         )
-    if name == "zb-v":
+    if name in V_SHAPED:
         if not is_v_shaped(placement):
             raise ScheduleError(
-                "Expected stages r and num_stages - 1 - r on rank r for the zb-v schedule. "
+                f"Expected stages r and num_stages - 1 - r on rank r for the {name} schedule. "
                 f"Received: placement={placement}"
             )
+        if name != "zb-v":
+            return v_blocks(name, num_ranks, num_micro_batches)
         return tuple(zb_v(rank, num_ranks, num_micro_batches) for rank in range(num_ranks))
     order = _STAGE_ORDERS[name]
     orders = [order(stage, num_stages, num_micro_batches) for stage in range(num_stages)]

@@ -50,6 +50,12 @@ class ListScheduler:
         """Returns what a free rank does now, or None if it waits; to be overridden."""
         raise NotImplementedError
 
+    def arrival(self, action: Compute) -> float:
+        """Returns when what a computation needs of other stages is there; W needs nothing."""
+        if action.kind == "W":
+            return 0.0
+        return self.arrivals[action.kind[0]][action.stage].get(action.micro_batch, math.inf)
+
     def seconds(self, action: Compute) -> float:
         """Returns how long a computation takes."""
         return _UNITS[action.kind]
@@ -101,14 +107,8 @@ class _InOrder(ListScheduler):
 
     def choose(self, rank: int, now: float) -> Compute | None:
         """Takes the preferred of the queues whose next computation has its inputs."""
-        ready = [queue for queue in self._queues[rank] if queue and self._from(queue[-1]) <= now]
+        ready = [queue for queue in self._queues[rank] if queue and self.arrival(queue[-1]) <= now]
         return min(ready, key=lambda queue: self._preference(queue[-1])).pop() if ready else None
-
-    def _from(self, action: Compute) -> float:
-        """Returns when what an action needs of other stages is there; W needs nothing."""
-        if action.kind == "W":
-            return 0.0
-        return self.arrivals[action.kind[0]][action.stage].get(action.micro_batch, math.inf)
 
 
 def merge(
@@ -123,3 +123,47 @@ def merge(
         _InOrder(orders, placement, num_micro_batches, preference) for preference in _PREFERENCES
     ]
     return min(players, key=ListScheduler.play).orders()
+
+
+class _GapFiller(ListScheduler):
+    """Plays ranks with F and B in order; W fills gaps, and makes room for F within limits."""
+
+    def __init__(
+        self,
+        orders: Sequence[Sequence[Compute]],
+        limits: Sequence[int],
+        placement: Sequence[int],
+        num_micro_batches: int,
+    ) -> None:
+        super().__init__(placement, num_micro_batches)
+        self._queues = [list(order)[::-1] for order in orders]
+        self._late: list[list[Compute]] = [[] for _ in orders]
+        self._room = list(limits)  # for how many micro-batches each stage has memory left
+
+    def choose(self, rank: int, now: float) -> Compute | None:
+        """Takes the next F or B if that can run, else the first W that was put off."""
+        queue, late = self._queues[rank], self._late[rank]
+        if queue and self.arrival(queue[-1]) <= now:
+            action = queue[-1]
+            if action.kind == "B":
+                late.append(action._replace(kind="W"))
+                return queue.pop()
+            if self._room[action.stage]:
+                self._room[action.stage] -= 1
+                return queue.pop()
+        if not late:
+            return None
+        self._room[late[0].stage] += 1
+        return late.pop(0)
+
+
+def fill_gaps(
+    orders: Sequence[Sequence[Compute]],
+    limits: Sequence[int],
+    placement: Sequence[int],
+    num_micro_batches: int,
+) -> Orders:
+    """Adds W to the F and B of each rank; no stage holds more micro-batches than its limit."""
+    player = _GapFiller(orders, limits, placement, num_micro_batches)
+    player.play()
+    return player.orders()

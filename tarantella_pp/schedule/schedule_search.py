@@ -11,6 +11,7 @@ from itertools import product
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Compute, Kind
 from tarantella_pp.schedule.generators import (
+    V_SHAPED,
     check_counts,
     is_v_shaped,
     make_placement,
@@ -65,7 +66,7 @@ def search_schedule(
 
 def _named_schedules(num_micro_batches: int, placement: tuple[int, ...]) -> list[Schedule]:
     """Returns the known schedules to begin with; GPipe and interleaving have never been better."""
-    names = ["1f1b", "zb-h1", *(["zb-v"] if is_v_shaped(placement) else [])]
+    names = ["1f1b", "zb-h1", *(V_SHAPED if is_v_shaped(placement) else ())]
     made = [make_schedule(n, len(placement), num_micro_batches, placement=placement) for n in names]
     apart = [tuple(part for action in own for part in parts_of(action)) for own in made[0].actions]
     return [replace(one, name=SEARCHED) for one in (*made, replace(made[0], actions=tuple(apart)))]
@@ -173,7 +174,7 @@ class _PolicyScheduler(ListScheduler):
                 return math.inf
         elif index >= begun:
             return math.inf
-        return self.arrivals[kind][stage].get(index, math.inf)
+        return self.arrival(Compute(stage, kind, index))
 
     def _preference(self, action: Compute) -> tuple[bool, int, int]:
         """Returns the sort key of an action that could run: the smallest runs."""

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.generators import SCHEDULE_NAMES, make_placement, make_schedule
+from tarantella_pp.schedule.generators import (
+    SCHEDULE_NAMES,
+    V_SHAPED,
+    make_placement,
+    make_schedule,
+)
 from tarantella_pp.schedule.list_scheduling import merge
 from tarantella_pp.schedule.lowering import lower, validate
 from tarantella_pp.schedule.schedule import Schedule
@@ -41,6 +46,8 @@ class ScheduleSpec:
     num_ranks: int
     # The schedule itself where it is none of the named ones: the user's, or a found one
     custom: Schedule | None = None
+    # The rank of each stage where that is not the schedule's own choice
+    where: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, schedule: Any, num_stages: int, num_ranks: int | None = None) -> ScheduleSpec:
@@ -49,7 +56,8 @@ class ScheduleSpec:
         if custom is not None:
             return cls.of_custom(custom, num_stages, num_ranks)
         if num_ranks is None:
-            num_ranks = 1 + max(make_placement(num_stages, None, None, v_shaped=schedule == "zb-v"))
+            folded = schedule in V_SHAPED
+            num_ranks = 1 + max(make_placement(num_stages, None, None, v_shaped=folded))
         spec = cls(schedule, num_stages, num_ranks)
         spec.placement  # noqa: B018 - refuses ranks that do not fit
         return spec
@@ -72,12 +80,14 @@ class ScheduleSpec:
     @property
     def placement(self) -> tuple[int, ...]:
         """The rank of each stage."""
+        if self.where is not None:
+            return self.where
         if self.custom is not None:
             return self.custom.placement
         if self.num_ranks == 1:
             return (0,) * self.num_stages
         twice = self.num_stages == 2 * self.num_ranks
-        v_shaped = self.name == "zb-v" or (self.name == SEARCHED and twice)
+        v_shaped = self.name in V_SHAPED or (self.name == SEARCHED and twice)
         return make_placement(self.num_stages, self.num_ranks, None, v_shaped=v_shaped)
 
     def make(self, num_micro_batches: int) -> Schedule:
@@ -117,7 +127,7 @@ class ScheduleSpec:
 def _named_schedule(spec: ScheduleSpec, num_micro_batches: int) -> Schedule:
     """Makes a named schedule, once for those who ask one after the other what it holds."""
     name, num_stages = spec.named, spec.num_stages
-    if name == "zb-v" and spec.num_ranks == 1:
+    if name in V_SHAPED and spec.num_ranks == 1:
         schedule = on_one_rank(make_schedule(name, num_stages, num_micro_batches))
     else:
         schedule = make_schedule(name, num_stages, num_micro_batches, placement=spec.placement)

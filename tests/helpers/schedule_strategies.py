@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from tarantella_pp.schedule import (
     SCHEDULE_NAMES,
     SEARCHED,
+    V_SHAPED,
     Schedule,
     lower,
     make_schedule,
@@ -18,7 +19,7 @@ def schedules(draw: st.DrawFn, max_stages: int = 6, max_micro_batches: int = 12)
     name = draw(st.sampled_from((*SCHEDULE_NAMES, SEARCHED)))
     num_stages = draw(st.integers(1, max_stages))
     num_micro_batches = draw(st.integers(1, max_micro_batches))
-    if name == "zb-v":
+    if name in V_SHAPED:
         return make_schedule(name, 2 * ((num_stages + 1) // 2), num_micro_batches)
     divisors = [ranks for ranks in range(1, num_stages + 1) if num_stages % ranks == 0]
     size = (num_stages, num_micro_batches, draw(st.sampled_from(divisors)))

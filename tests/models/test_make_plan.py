@@ -1,6 +1,7 @@
 """What `make_plan` chooses where options are left open, also within the memory that there is."""
 
 import itertools
+import operator
 import re
 import warnings
 
@@ -102,6 +103,25 @@ def test_under_a_limit_the_fastest_of_the_fewest_recomputing_stages(num_stages, 
     assert plan.recompute
     assert largest(plan) <= limit
     assert seconds(plan) == min(map(seconds, found))
+
+
+def test_under_a_limit_ranks_may_hold_less_of_two_stages():
+    model = tower(16, activation="gelu")
+    machine = HardwareSpec(1e9, action_seconds=0.0)
+    given = {"batch_size": 2048, "num_micro_batches": 8, "machine": machine}
+    open_stages = {**given, "num_ranks": 4, "num_replicas": 1}
+    needed = largest(make_plan(model, 4, **given))
+    assert make_plan(model, **open_stages, memory_limit=needed).schedule == "zb-h1"
+    for share, schedule in ((0.9, "v-half"), (0.75, "v-min")):
+        limit = int(share * needed)
+        plan = make_plan(model, **open_stages, memory_limit=limit)
+        assert (plan.schedule, plan.num_stages, plan.recompute) == (schedule, 8, ())
+        assert max(plan.rank_bytes(4)) <= limit
+        assert all(map(operator.le, (s.memory_bytes for s in plan.stages), plan.limits))
+        pairs = zip(plan.limits, reversed(plan.limits), strict=True)
+        assert all(limit - 2 <= one + other <= limit for one, other in pairs)
+        one_stage = make_plan(model, 4, **given, memory_limit=limit)
+        assert plan.step_seconds < 0.95 * one_stage.step_seconds
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tarantella_pp.schedule import (
     BEFORE_SEARCH,
     SEARCHED,
     TRAINING_NAMES,
+    V_SHAPED,
     ScheduleSpec,
     lower,
     make_schedule,
@@ -57,7 +58,7 @@ def specs(draw):
     """Every schedule on every number of ranks."""
     name = draw(st.sampled_from(TRAINING_NAMES))
     ranks = draw(st.integers(1, 4))
-    stages = ranks * (2 if name == "zb-v" else draw(st.integers(1, 3)))
+    stages = ranks * (2 if name in V_SHAPED else draw(st.integers(1, 3)))
     return ScheduleSpec.of(name, stages, ranks)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule import (
     TRAINING_NAMES,
+    V_SHAPED,
     Compute,
     Reduce,
     Schedule,
@@ -181,7 +182,7 @@ def test_reductions_start_behind_the_sends_of_the_last_weight_gradient():
 
 @given(st.sampled_from(TRAINING_NAMES), st.integers(1, 3), st.integers(1, 2), st.data())
 def test_replicas_reduce_alike_whatever_their_numbers_of_micro_batches(name, ranks, depth, data):
-    stages = ranks * (2 if name == "zb-v" else depth)
+    stages = ranks * (2 if name in V_SHAPED else depth)
     spec = ScheduleSpec.of(name, stages, ranks)
     buckets = data.draw(st.lists(st.integers(0, 3), min_size=stages, max_size=stages))
     for count in data.draw(st.tuples(st.integers(1, 8), st.integers(1, 8))):

@@ -41,6 +41,28 @@ def test_closed_forms_of_one_stage_per_rank(p, m, seconds):
     assert timeline.bubble_fraction == pytest.approx(bubble_fraction("zb-v", p, m))
 
 
+@settings(max_examples=30)
+@given(p=st.integers(1, 8), data=st.data())
+def test_v_shaped_schedules_hold_a_share_of_1f1b_for_less_of_its_bubble(p, data):
+    """Bounds of Qi et al. 2024, in micro-batches of a whole stage; 1F1B holds p of them."""
+    m = data.draw(st.integers(1, 4 * p))
+    waits = {}
+    for name in ("1f1b", "zb-v", "v-half", "v-min"):
+        schedule = make_schedule(name, p if name == "1f1b" else 2 * p, m)
+        lowered = lower(schedule)
+        validate(lowered)
+        bubble = simulate(lowered, Costs.uniform(schedule.num_stages)).bubble_fraction
+        waits[name] = bubble / (1 - bubble)
+        most = {"v-half": p / 2 + 1, "v-min": p / 3 + 1.5}.get(name, p + 0.5)
+        ranks = [0] * p
+        for rank, held in zip(schedule.placement, schedule.held, strict=True):
+            ranks[rank] += held
+        assert max(ranks) * p <= most * schedule.num_stages
+    assert waits["v-half"] <= (0.53 if m > p else 0.65) * waits["1f1b"] + 1e-9
+    assert waits["v-min"] <= 0.65 * waits["1f1b"] + 1e-9
+    assert m == 1 or waits["zb-v"] <= waits["v-half"] + 1e-9
+
+
 @given(p=st.integers(1, 6), v=st.integers(1, 4), m=st.integers(1, 16))
 def test_closed_form_of_interleaving(p, v, m):
     timeline = play("interleaved", p * v, m, p)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tarantella_pp.errors import ScheduleError, TarantellaError
 from tarantella_pp.schedule import (
     TRAINING_NAMES,
+    V_SHAPED,
     Compute,
     Schedule,
     ScheduleSpec,
@@ -73,7 +74,7 @@ def test_wrong_options_of_a_schedule_are_refused_by_name(options, named):
     st.sampled_from(TRAINING_NAMES), st.integers(1, 3), st.sampled_from([1, 2]), st.integers(1, 7)
 )
 def test_every_recipe_makes_legal_schedules(name, ranks, per_rank, micro_batches):
-    stages = ranks * (2 if name == "zb-v" else per_rank)
+    stages = ranks * (2 if name in V_SHAPED else per_rank)
     spec = ScheduleSpec.of(name, stages, ranks)
     schedule = spec.make(micro_batches)
     validate(lower(schedule))
@@ -89,7 +90,7 @@ def test_every_recipe_makes_legal_schedules(name, ranks, per_rank, micro_batches
 
 @given(st.sampled_from(TRAINING_NAMES), st.integers(1, 4), st.sampled_from([1, 2]), st.data())
 def test_what_recomputing_stages_hold_all_of_is_known_for_every_recipe(name, ranks, per_rank, data):
-    spec = ScheduleSpec.of(name, ranks * (2 if name == "zb-v" else per_rank), ranks)
+    spec = ScheduleSpec.of(name, ranks * (2 if name in V_SHAPED else per_rank), ranks)
     micro_batches = data.draw(st.integers(1, 7))
     schedule = spec.make(micro_batches)
     found = spec.held_whole(micro_batches)

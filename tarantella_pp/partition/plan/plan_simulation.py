@@ -15,6 +15,7 @@ from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork, roofline_seconds
 from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.schedule.actions import Link
+from tarantella_pp.schedule.generators import V_SHAPED
 from tarantella_pp.schedule.lowering import lower
 from tarantella_pp.schedule.schedule_search import search_schedule
 from tarantella_pp.schedule.simulator import Costs, LinkCosts, StageCosts, simulate
@@ -275,10 +276,10 @@ class PlanSimulation:
     def curve(self, step: StepTimeline) -> list[ScalePoint]:
         """Returns the steps on 2 to 4,096 ranks."""
         # Up to a rank for each stage there is one pipeline, whose ranks own several stages; then
-        # 2, 4, 8 ... replicas of it. ZB-V needs its two stages on each rank, and a schedule of
+        # 2, 4, 8 ... replicas of it. V-shaped ones need two stages on each rank, and a schedule of
         # one's own names its ranks.
         size, custom = step.num_ranks, self._runs_own and self.plan.schedule_text is not None
-        shared = self.schedule != "zb-v" and not custom
+        shared = self.schedule not in V_SHAPED and not custom
         fewer = [ranks for ranks in range(2, size) if shared and size % ranks == 0]
         counts = [2**k for k in range(MOST_RANKS.bit_length()) if 2 <= 2**k * size <= MOST_RANKS]
         return [

@@ -16,7 +16,7 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.batch import batch_shares
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.stage.stage import Stage
-from tarantella_pp.schedule import Schedule
+from tarantella_pp.schedule import V_SHAPED, Schedule
 from tests.helpers import training
 from tests.helpers.mpi import PYTHONS, mpi_run
 from tests.helpers.training import CASES, ROUNDING, X, Y, distance, fitted, make, refused
@@ -41,6 +41,7 @@ TWO = [
     Run("counted, evenly", 2, 4),
     Run("adapted, evenly", 4, 1, "gpipe"),
     Run("two_in_two_out", 4, 3, "zb-v"),
+    Run("two_in_two_out", 4, 4, "v-half"),
     Run("unreached, evenly", 2, 8, "1f1b"),
     Run("merged_windows, evenly", 10, 2, "1f1b"),
     Run("tied_head, evenly", 2, 4, "zb-h1", recompute="all"),
@@ -114,7 +115,7 @@ def check_work(run: Run, ran: Sequence[list[list[int]]]) -> None:
     for rank, forwards in enumerate(ran):
         replica, position = divmod(rank, size)
         own = set(range(position, run.stages, size))
-        if run.schedule == "zb-v":
+        if run.schedule in V_SHAPED:
             own = {position, run.stages - 1 - position}
         samples = len(keras.tree.flatten(CASES[run.name].x)[0])
         rows = [min(training.BATCH, samples - first) for first in range(0, samples, training.BATCH)]

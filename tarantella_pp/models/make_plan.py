@@ -261,8 +261,6 @@ def _further(
     found = _searches(planner, replace(options, schedule="eager-1f1b"), None, slow)
     if options.memory_limit is None or _has_loops(planner):
         return found
-    if options.recompute is None:
-        options = replace(options, recompute="none")
     rank_limit = None
     if options.num_stages is None and options.stages_per_rank is None:
         shapes = _possible(_shapes(options, 2), planner, options)

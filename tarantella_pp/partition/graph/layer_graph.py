@@ -208,7 +208,7 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             return self.storage(name) if isinstance(name, int) else (node.id, name)
 
         def given(tensors: Iterable[int]) -> list[int]:
-            """Sees to it that some tensors are made, those of other parts as they come."""
+            """Sees to it that some tensors are made; tensors of other parts come as they are."""
             found = [*map(self.storage, tensors)]
             for tensor in [t for t in dict.fromkeys(found) if t not in made]:
                 size = self.tensors[tensor].bytes_per_sample
@@ -310,7 +310,7 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
 
 def _keeping(graph: LayerGraph, node: Node, kept: Mapping[Hashable, float]) -> Node:
-    """A node that keeps what is kept of its own, and of what it is given."""
+    """A node that keeps its own values, and its inputs, as far as they are kept."""
     around = map(graph.storage, (*node.inputs, *node.outputs))
     inside = (size for v, size in kept.items() if isinstance(v, tuple) and v[0] == node.id)
     return msgspec.structs.replace(

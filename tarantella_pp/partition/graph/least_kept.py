@@ -33,7 +33,7 @@ class Operation(NamedTuple):
 def least_kept(
     operations: Sequence[Operation], needed: Iterable[Hashable], flops_per_byte: float
 ) -> set[Hashable]:
-    """Finds the values to keep: a minimum cut between what cannot be run again and what is needed.
+    """Finds the values to keep: a minimum cut between values made once and values needed.
 
     Args:
         operations: The forward pass. What no operation makes is there anyway.

@@ -90,8 +90,8 @@ def unoptimized(kind: str = "meta_optimizer") -> Iterator[None]:
     """Keeps TensorFlow from optimizing functions that are called, or from doing it in one way.
 
     All of it takes long for functions that are called a few times with few samples. Rewritten
-    arithmetic is another one in each part of a graph, so that what is run again would not be
-    what was run before, bit for bit.
+    arithmetic is another one in each part of a graph, so that an operation that runs again would
+    not give the same bits.
     """
     option, off = ("disable_meta_optimizer", True) if kind == "meta_optimizer" else (kind, False)
     before = tf.config.optimizer.get_experimental_options().get(option, not off)

@@ -77,8 +77,8 @@ class GraphSplit:
 def split_graph(trace: Trace, flops_per_byte: float = 0.0) -> GraphSplit:
     """Cuts a traced stage in three: F, B and W.
 
-    Qi et al., "Zero Bubble Pipeline Parallelism", 2023. The backward parts repeat what is not worth
-    its memory at `flops_per_byte` (see `least_kept`); at infinity all, from the stage's inputs
+    Qi et al., "Zero Bubble Pipeline Parallelism", 2023. The backward parts repeat all that is not
+    worth its memory at `flops_per_byte` (see `least_kept`); at infinity all, from the inputs
     (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). Random numbers come out
     the same, because the state of their generators is kept.
     """
@@ -162,7 +162,7 @@ def _kept(
         return tensor.op not in sides.after or tensor.op in of_b
 
     read_by_w, _ = frontier(trace.weight_gradients, is_older)
-    # What is dear B repeats once, for both.
+    # B repeats dear operations once, for both.
     cheap = flops_per_byte if flops_per_byte <= MOST_FOR_CHEAP else 0.0
     older = [tensor for tensor in read_by_w if tensor.op not in of_b]
     for_w = _least(trace, older, only_on_weights, cheap)

@@ -172,9 +172,9 @@ class Checkpoint(keras.callbacks.Callback):
         """Goes on from the newest checkpoint, or begins; takes all ranks."""
         if self._adapter is None:
             raise ConfigurationError(
-                "tnt.callbacks.Checkpoint saves models of this library. Received: a "
-                f"{type(self.model).__name__}. Wrap it, tnt.PipelineModel(model), or use "
-                "keras.callbacks.BackupAndRestore."
+                "tnt.callbacks.Checkpoint saves models of this library; one with steps of its own "
+                f"is plain Keras in one process. Received: a {type(self.model).__name__}. Wrap it, "
+                "tnt.PipelineModel(model), or use keras.callbacks.BackupAndRestore."
             )
         options = {"directory": str(self.directory), "every": self.every, "keep": self.keep}
         with self._ranks.call("Checkpoint", **options):
@@ -194,6 +194,7 @@ class Checkpoint(keras.callbacks.Callback):
             trains = self._go_on(folder, manifest)
         if trains:
             self._writer.prepare()
+            self._model._engine.before_training = self._share.metrics
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Undoes what the beginning of an epoch has changed that had begun before."""
@@ -323,7 +324,7 @@ class Checkpoint(keras.callbacks.Callback):
         if loss is not None and not math.isfinite(float(np.mean(loss))):
             self._tell(f"writes no checkpoint: the loss is {loss} after step {self._step}")
             return
-        engine, model = self._model._engine, self._model
+        model, engine, plan = self._model, self._model._engine, self._model._engine.plan
         position, order = self._position()
         own = {**self._share.owned(), **{f"data/{name}": array for name, array in order.items()}}
         if self._ranks.rank == 0:
@@ -340,7 +341,7 @@ class Checkpoint(keras.callbacks.Callback):
             "history": {name: list(values) for name, values in self._history.items()},
             "logs": {name: _number(value) for name, value in engine.logs.items()},
             "callbacks": self._merged(states),
-            "plan": json.loads(model.plan.to_json()),
+            "plan": plan and json.loads(plan.to_json()),
             **self._configs,
             "versions": {"keras": keras.__version__, "tensorflow": tf.__version__},
             "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -22,7 +22,7 @@ from tarantella_pp.callbacks.tensor_file import TensorFile, sha256_of
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import to_tensor
-from tarantella_pp.runtime.weights.optimizer_state import StateShare, spec_of
+from tarantella_pp.runtime.weights.optimizer_state import spec_of
 
 logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
@@ -36,8 +36,10 @@ class RestoredState:
         self._folder = folder
         self._files: dict[int, TensorFile] = {}
 
-    def restore(self, model: Any, share: StateShare) -> None:
-        """Gives the model and its optimizer their values; takes all ranks."""
+    def restore(self, model: Any, share: Any) -> None:
+        """Gives the model and its optimizers their values; takes all ranks."""
+        if trained := self.arrays("trained"):  # of a model with steps of its own
+            share.build(trained)
         self.assign(share.needed())
         # What other ranks train is out of date here from now on, as after a step.
         model._engine.weights.clock.advance()

@@ -38,7 +38,7 @@ def facts_of(model: Any, data: Mapping[str, Any]) -> Any:
             "variables": [
                 [v.name, *spec_of(v), bool(v.trainable)] for v in engine.weights.variables
             ],
-            "model": engine.extracted.readings[0].graph.fingerprint(),
+            "model": engine.plan and engine.extracted.readings[0].graph.fingerprint(),
             "compiled": compiled,
             "data": dict(data),
         }
@@ -48,7 +48,7 @@ def facts_of(model: Any, data: Mapping[str, Any]) -> Any:
 def configs_of(model: Any) -> dict[str, Any]:
     """What makes a model like this one again: of itself, its optimizer and its compilation."""
     made_of = {
-        "config": lambda: keras.saving.serialize_keras_object(model._engine.extracted.model),
+        "config": lambda: keras.saving.serialize_keras_object(model._wrapped),
         "optimizer": lambda: keras.saving.serialize_keras_object(model.optimizer),
         "compiled": model.get_compile_config,
     }

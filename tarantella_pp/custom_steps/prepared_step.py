@@ -181,6 +181,8 @@ class PreparedStep:
         ranks: Communicator,
         gradient_dtype: str | None,
     ) -> None:
+        self.optimizers = [update.optimizer for update in trace.updates]
+        self.changes = [*written, *(v.value for u in trace.updates for v in u.variables)]
         self._trace = trace
         self._kinds = kinds
         self._replicas = ReplicaExchange(ranks)

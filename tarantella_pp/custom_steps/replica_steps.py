@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.custom_steps.prepared_step import PreparedStep
@@ -13,6 +14,7 @@ from tarantella_pp.custom_steps.step_probe import StepKinds, found_kinds
 from tarantella_pp.custom_steps.step_trace import StepTrace
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.internals.functional import sublayers
+from tarantella_pp.internals.state import trained_by
 from tarantella_pp.internals.training import moments_known
 from tarantella_pp.runtime.batch import (
     ArrayRows,
@@ -27,6 +29,7 @@ from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.data_feed import DataFeed, dense
 from tarantella_pp.runtime.stage.forward_state import BatchStatistics
+from tarantella_pp.runtime.weights.remote_variables import StepCounter
 from tarantella_pp.runtime.weights.shared_weights import broadcast_variable, check_alike
 
 
@@ -70,8 +73,13 @@ _TRIES = 0
 class ReplicaSteps:
     """Runs the steps of a model on all ranks; each has the whole model."""
 
+    plan, stages = None, ()
+
     def __init__(self, model: Any, ranks: Communicator, gradient_dtype: str | None) -> None:
         self.communicator = ranks
+        self.logs: dict[str, Any] = {}  # Keras' logs after the last step
+        # Called once, when all variables of the next training step are there.
+        self.before_training: Callable[[], object] | None = None
         self.feed = StepFeed(ranks, self._shares)
         self._model = model
         self._gradient_dtype = gradient_dtype
@@ -85,7 +93,8 @@ class ReplicaSteps:
 
     def train(self, batch: Batch) -> Any:
         """Trains one batch; returns Keras' logs, the same on all ranks."""
-        return self._run("train_step", batch)
+        self.logs = self._run("train_step", batch)
+        return self.logs
 
     def test(self, batch: Batch) -> Any:
         """Evaluates one batch; returns Keras' logs, the same on all ranks."""
@@ -110,6 +119,11 @@ class ReplicaSteps:
         """Makes the next steps be traced and tried anew."""
         self._steps.clear()
 
+    @property
+    def weights(self) -> ReplicaState:
+        """The state of training, as far as it is there."""
+        return ReplicaState(self._model, self._steps, self.communicator.rank)
+
     def check_alike(self) -> None:
         """Compares what replicas hold; all of them must call it."""
         check_alike(list(self._alike.values()), self.communicator)
@@ -119,6 +133,10 @@ class ReplicaSteps:
         if key not in self._steps:
             self._steps[key] = self._prepared(name, batch)
         step = self._steps[key]
+        if name == "train_step":
+            prepare, self.before_training = self.before_training, None
+            if prepare is not None:
+                prepare()
         try:
             return step.predict(batch) if name == "predict_step" else step.run(batch)
         except BaseException as error:
@@ -215,3 +233,74 @@ class ReplicaSteps:
         for variable in new.values():
             broadcast_variable(variable, 0, self.communicator)
         self._alike |= new
+
+
+class ReplicaState:
+    """The state of training, for checkpoints: all ranks have all of it, and the first one writes.
+
+    `optimizer/0.3` is the fourth variable of the first optimizer among the model's attributes,
+    `trained/0` has the numbers of the weights that it was built for.
+    """
+
+    def __init__(self, model: Any, steps: Mapping[Any, PreparedStep], rank: int) -> None:
+        self.clock = StepCounter()  # nothing is trained by another rank alone
+        self._model = model
+        self._steps = steps
+        self._rank = rank
+        self._count = len(self.variables)
+
+    @property
+    def variables(self) -> list[Any]:
+        """The model's, but for those of metrics."""
+        of_metrics = {id(variable) for variable in self._of_metrics().values()}
+        return [variable for variable in self._model.variables if id(variable) not in of_metrics]
+
+    def owned(self) -> dict[str, Any]:
+        """What this rank writes."""
+        found = self.needed() | self.metrics()
+        numbers = {id(variable): i for i, variable in enumerate(self.variables)}
+        for n, optimizer in enumerate(self._optimizers()):
+            trained = [numbers[id(variable)] for variable in trained_by(optimizer)]
+            found[f"trained/{n}"] = np.array(trained, np.int64)
+        return {} if self._rank else found  # all ranks have looked for what gets lost
+
+    def build(self, trained: Mapping[str, Any]) -> None:
+        """Gives optimizers the slots that they had."""
+        variables = self.variables
+        for n, optimizer in enumerate(self._optimizers()):
+            if not optimizer.built and len(numbers := trained.get(str(n), ())):
+                optimizer.build([variables[number] for number in numbers])
+
+    def needed(self) -> dict[str, Any]:
+        """What this rank must read, but for metrics."""
+        pairs = enumerate(self._optimizers())
+        slots = {f"optimizer/{n}.{i}": v for n, o in pairs for i, v in enumerate(o.variables)}
+        return {f"model/{i}": v for i, v in enumerate(self.variables)} | slots
+
+    def metrics(self) -> dict[str, Any]:
+        """The variables of metrics, once it is known that steps change nothing that gets lost."""
+        found, optimizers = self._of_metrics(), self._optimizers()
+        kept = {id(v.value) for v in (self.needed() | found).values()}
+        lost = [variable.path for variable in self.variables[self._count :]]
+        for (name, _), step in self._steps.items():
+            if name != "predict_step":
+                lost += [v.name for v in step.changes if id(v) not in kept]
+                lost += [each.name for each in step.optimizers if each not in optimizers]
+        if lost:
+            raise UnsupportedModelError(
+                f"A Checkpoint keeps what the model '{self._model.name}' and the optimizers among "
+                f"its attributes have before `fit`. Received: {', '.join(lost)}. Make variables "
+                "with add_weight, a keras.random.SeedGenerator an attribute, and weights at once: "
+                "tnt.Model(model, inputs=keras.Input(...))."
+            )
+        return found
+
+    def _of_metrics(self) -> dict[str, Any]:
+        pairs = enumerate(self._model.metrics)
+        return {f"metric/{n}.{i}": v for n, m in pairs for i, v in enumerate(m.variables)}
+
+    def _optimizers(self) -> list[Any]:
+        values = vars(self._model).values()
+        leaves = [v for value in values for v in (value if isinstance(value, list) else [value])]
+        found = [leaf for leaf in leaves if isinstance(leaf, keras.optimizers.Optimizer)]
+        return list(dict.fromkeys(found))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import keras
 
-from tarantella_pp.callbacks.checkpoint import Checkpoint
-from tarantella_pp.callbacks.rank_rules import listed
-from tarantella_pp.custom_steps.replica_steps import ReplicaSteps
+from tarantella_pp.custom_steps.replica_steps import ReplicaState, ReplicaSteps
 from tarantella_pp.errors import (
     ConfigurationError,
     UnsupportedModelError,
@@ -214,17 +211,8 @@ class OwnStepModel(TrainingLoops):
         if self._engine.prints:
             model_validation.warn_of_compilation({"run_eagerly": self.run_eagerly})
 
-    def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
-        """Trains the model; takes and returns what `keras.Model.fit` does, as `tnt.Model.fit`."""
-        given = inspect.signature(type(self._wrapped).fit).bind(self, *args, **kwargs).arguments
-        for callback in listed(given.get("callbacks") or given.get("kwargs", {}).get("callbacks")):
-            if isinstance(callback, (Checkpoint, keras.callbacks.BackupAndRestore)):
-                raise ConfigurationError(
-                    f"Callback {type(callback).__name__} keeps the state of a pipeline. For a "
-                    "model with steps of its own use keras.callbacks.ModelCheckpoint."
-                )
-        with self._engine.communicator.call("fit"):
-            return super().fit(*args, **kwargs)
+    def _state_share(self) -> ReplicaState:
+        return self._engine.weights
 
     def make_train_function(self, force: bool = False) -> None:
         """Builds this rank's training step; called by Keras' own loops."""

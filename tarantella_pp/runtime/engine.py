@@ -57,7 +57,7 @@ class Engine:
         # Stages of any rank that could not be cut in three, and why, once trained.
         self.fallbacks: dict[int, str] = {}
         # Called once, when the metrics of the next training step have variables.
-        self.before_training: Callable[[], None] | None = None
+        self.before_training: Callable[[], object] | None = None
         self._model = model
         self._plan = plan
         self._check_every = check_every

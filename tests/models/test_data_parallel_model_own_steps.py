@@ -9,7 +9,9 @@ import pytest
 import tensorflow as tf
 
 import tarantella_pp as tnt
+from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, ReplicaError, TarantellaError
+from tests.face.files.test_checkpoints import At, stop
 from tests.helpers.mpi import mpi_run
 from tests.helpers.own_steps import CASES, Regression, X, Y, numbers_of
 from tests.helpers.training import distance, use_float64
@@ -108,7 +110,31 @@ def normalized(wrap):
     return [np.array(v).tolist() for v in averages], model
 
 
-def refused(wrap):
+def adversaries(*callbacks):
+    """The steps of a `fit` of uneven batches; what it and one more, without callbacks, give."""
+    keras.utils.set_random_seed(3)
+    build, compiled_with, x = CASES["adversaries"]
+    model = tnt.Model(build())
+    model.compile(*compiled_with())
+    steps = []
+    count = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: steps.append(batch)
+    )
+    slower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.8 * rate)
+    options = {"epochs": 2, "validation_split": 0.2, "verbose": 0, "batch_size": 7}
+    first = model.fit(x, Y, callbacks=[*callbacks, count, slower], **options)
+    again = model.fit(x, Y, **options).history
+    weights = [weight.tolist() for weight in model.get_weights()]
+    return steps, [first.epoch, first.history, again, weights]
+
+
+def checkpointed(folder):
+    """A calm run; one that stops in its second epoch, goes on, and has nothing left to train."""
+    own = lambda: tnt.callbacks.Checkpoint(f"{folder}/run", every=2)  # noqa: E731
+    return [adversaries(*each) for each in ((), (own(), At(4, stop)), (own(),), (own(),))]
+
+
+def refused(wrap, folder):
     """Refused before the first update, on all ranks, which go on."""
     model = wrap(Contrasts())
     model.compile("sgd")
@@ -116,11 +142,14 @@ def refused(wrap):
     before = model.get_weights()
     late = wrap(Late())
     late.compile("sgd")
+    unbuilt = wrap(Regression())
+    unbuilt.compile("sgd")
     found = []
     for run in (
         lambda: late.fit(X, Y, verbose=0),
         lambda: model.fit(X, Y, verbose=0),
         lambda: model.fit(X, Y, verbose=0, callbacks=keras.callbacks.BackupAndRestore("b")),
+        lambda: unbuilt.fit(X, Y, verbose=0, callbacks=tnt.callbacks.Checkpoint(f"{folder}/c")),
     ):
         try:
             run()
@@ -141,7 +170,7 @@ def train(folder):
     found["averages"], model = normalized(tnt.Model)
     found["seeds"] = np.array(model.drop.seed_generator.state).tolist()
     found["branches"] = branching(tnt.Model)
-    found["refused"] = refused(tnt.Model)
+    found["refused"] = refused(tnt.Model, folder)
     kernel = model.trainable_variables[0]
     value = kernel.numpy()
     kernel.assign(value + tnt.get_rank())
@@ -149,6 +178,7 @@ def train(folder):
         with pytest.raises(ReplicaError, match=r"kernel.* not the same on all ranks"):
             save(f"{folder}/never.weights.h5")
     kernel.assign(value)
+    found["checkpointed"] = checkpointed(folder)
     model.save(f"{folder}/m.keras")
     model.save_weights(f"{folder}/m.weights.h5")
     before = model.get_weights()
@@ -162,13 +192,17 @@ def train(folder):
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_ranks_train_as_one_process(tmp_path):
+def test_ranks_train_as_one_process(tmp_path, capsys):
     results = mpi_run(2, train, str(tmp_path), timeout=300).check().results
     for result in results:  # the rank that has tried says it in other words
-        late, gradients, backup = result.pop("refused")
+        late, gradients, backup, unbuilt = result.pop("refused")
         assert re.search("Late.train_step reads '.*moving_mean' in the forward pass", late)
         assert "gradients that Contrasts.train_step applies" in gradients
-        assert "BackupAndRestore keeps the state of a pipeline" in backup
+        assert "Use tnt.callbacks.Checkpoint, with which `fit` goes on" in backup
+        assert re.search(r"Received: regression\w*/dense\w*/kernel, ", unbuilt)
+        steps, (calm, _, *continued) = zip(*result["checkpointed"], strict=True)
+        assert list(steps) == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 0], [1, 2], []]
+        assert continued == [calm, calm]
     assert all(result == results[0] for result in results)
     first = results[0]
     for case in CASES:
@@ -177,6 +211,8 @@ def test_ranks_train_as_one_process(tmp_path):
     assert distance(normalized(lambda model: model)[0], first["averages"]) < 1e-10
     assert distance(branching(lambda model: model), first["branches"]) < 1e-10
     assert first["seeds"][1] == 3 * len(results)
+    assert main(["checkpoint", "convert", f"{tmp_path}/run", f"{tmp_path}/c.keras"]) == 2
+    assert "steps of its own, which is not converted" in capsys.readouterr().err
     again = keras.saving.load_model(tmp_path / "m.keras", {"Normalized": Normalized})
     assert type(again) is Normalized
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-FLOPS_PER_BYTE = 125.0
+FLOPS_PER_BYTE = 110.0
 """What keeping a byte is worth, unless it is said: about as much as takes no time."""
 MOST_FOR_CHEAP = 250.0
 """What keeping a byte may be worth at the most, so that nothing dear is run again."""

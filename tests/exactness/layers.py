@@ -232,7 +232,7 @@ def middle_of(name: str, make: Callable[[], layers.Layer]) -> Middle:
 
 ON_DEMAND = ("*1D", "*1DTranspose", "*3D", "*3DTranspose", "Random*")
 USUALLY = ("Embedding", "LayerNormalization", "RandomBrightness", "RandomCrop")
-"""In each run. Of layers that differ in dimensions only, or in random numbers, others are on demand."""
+"""In each run. Layers that differ from others in dimensions or random numbers are on demand."""
 
 Y = floats(2, seed=5)
 WEIGHTS = {"sample_weight": np.random.default_rng(4).uniform(0.2, 2, size=SAMPLES)}

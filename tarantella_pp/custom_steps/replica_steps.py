@@ -251,7 +251,7 @@ class ReplicaState:
 
     @property
     def variables(self) -> list[Any]:
-        """The model's, but for those of metrics."""
+        """The model's, without variables of metrics."""
         of_metrics = {id(variable) for variable in self._of_metrics().values()}
         return [variable for variable in self._model.variables if id(variable) not in of_metrics]
 

@@ -211,7 +211,7 @@ def v_blocks(name: str, num_ranks: int, num_micro_batches: int) -> Orders:
     and W of a rank's two stages, so that a micro-batch begins every six slots and runs like the
     one before. The sooner it is back, the fewer are in flight. `v-min` takes a slot for each stage;
     `v-half` takes two up the V, which leaves time for messages and unequal computations. The first
-    micro-batch of `v-min` on four ranks; the other slots are those of other micro-batches, and W::
+    micro-batch of `v-min` on four ranks; other micro-batches, and W, have the other slots::
 
         slot    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15
         rank 0 F0 .. .. .. .. .. .. F7 B7 .. .. .. .. .. .. B0

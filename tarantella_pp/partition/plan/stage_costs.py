@@ -225,9 +225,13 @@ class StageCostModel:
 
         made = {tensor for node in nodes for tensor in node.outputs}
         given = {tensor for node in nodes for tensor in node.inputs} - made
+        read = kept = {graph.storage(tensor) for node in nodes for tensor in node.keeps}
         if not again and self.config.flops_per_byte:
+            used = {graph.storage(tensor) for node in nodes for tensor in node.inputs}
             nodes = [self.keeping.nodes[node.id] for node in nodes]
-        kept = {graph.storage(tensor) for node in nodes for tensor in node.keeps}
+            kept = {graph.storage(tensor) for node in nodes for tensor in node.keeps}
+            # Other stages keep what this one hands on; it cannot make its inputs again.
+            kept = (kept & (used | read)) | (read & {graph.storage(tensor) for tensor in given})
         inside = math.ceil(rows * sum(node.residual_bytes for node in nodes))
         if not again:
             return kept, size(kept) + inside, 0

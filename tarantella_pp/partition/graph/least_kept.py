@@ -35,15 +35,9 @@ def least_kept(
 ) -> set[Hashable]:
     """Finds the values to keep: a minimum cut between values made once and values needed.
 
-    Args:
-        operations: The forward pass. What no operation makes is there anyway.
-        needed: Values that the backward pass reads.
-        flops_per_byte: What a byte is worth: operations run again where that takes fewer FLOPs for
-            each byte that need not be kept. 0 keeps all that is needed, infinity as few bytes as
-            possible. Up to `MOST_FOR_CHEAP` nothing dear runs again.
-
-    Returns:
-        The values to keep.
+    An operation runs again where that takes fewer than `flops_per_byte` for each byte that need not
+    be kept; up to `MOST_FOR_CHEAP` nothing dear does. 0 keeps all that is needed, infinity as few
+    bytes as possible. Values that no operation makes are there anyway.
     """
     import networkx as nx  # here, because keeping all that is needed takes no graph
 

@@ -24,7 +24,10 @@ def by_name(groups: Mapping[Named, str]) -> dict[str, Named]:
 
 
 #: Operations whose result is in the memory of what they are given.
-_VIEWS = {"Reshape", "Identity", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient"}
+_VIEWS = {
+    *("Reshape", "Identity", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient"),
+    "IdentityN",  # each output of its own input
+}
 #: Steps for each number that is made; all others that make floating point numbers take one.
 _STEPS = by_name(
     {
@@ -118,7 +121,7 @@ class Priced:
             return known
 
         for op in operations:
-            if op not in self._fixed and op.type not in (*_VIEWS, "IdentityN", "Placeholder"):
+            if op not in self._fixed and op.type not in (*_VIEWS, "Placeholder"):
                 steps += operations_of(op, name, self._fixed.__contains__, self._samples)
             if any(map(self.flows, op.outputs)):
                 besides = _kept_besides(op, self._samples)
@@ -174,7 +177,7 @@ def frontier(wanted: Iterable[Any], is_given: Callable[[Any], bool]) -> tuple[li
 
 def memory_of(tensor: Any) -> Any:
     """The tensor that has the memory of another one."""
-    while tensor.op.type in (*_VIEWS, "IdentityN"):
+    while tensor.op.type in _VIEWS:
         tensor = tensor.op.inputs[tensor.value_index]
     return tensor
 

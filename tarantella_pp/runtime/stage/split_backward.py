@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tarantella_pp.partition.graph.traced_costs import memory_of
+from tarantella_pp.partition.graph.traced_costs import bytes_of, memory_of
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, FlatGradients, specs_of
 from tarantella_pp.runtime.stage.graph_split import CutError, Trace, split_graph
 from tarantella_pp.runtime.stage.stage_module import StageModule
@@ -175,8 +174,7 @@ def _bytes_of(tensors: Sequence[tf.Tensor]) -> int | None:
         return None
     memory: dict[Any, int] = {}  # bytes by the tensor that has them
     for tensor in tensors:
-        shape = [size or 1 for size in tensor.shape.as_list()]
-        memory[memory_of(tensor).ref()] = int(tensor.dtype.size) * math.prod(shape)
+        memory[memory_of(tensor).ref()] = int(bytes_of(tensor))
     return sum(memory.values())
 
 

@@ -182,14 +182,19 @@ class ReplicaSteps:
         """Traces a step; once more if that has made variables, which are there then."""
         specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in _given(batch)]
 
+        makes = False
+
         def step(*tensors: tf.Tensor) -> Any:
-            return getattr(self._model, name)(rebuild(batch.targets[0], tensors))
+            nonlocal makes
+            before = self._count()
+            results = getattr(self._model, name)(rebuild(batch.targets[0], tensors))
+            makes = self._count() != before  # the last time: TensorFlow may itself have run it anew
+            return results
 
         what = f"{type(self._model).__name__}.{name}"
-        before = self._count()
         try:
             found = StepTrace(step, specs, what, around)
-            return found if self._count() == before else StepTrace(step, specs, what, around)
+            return StepTrace(step, specs, what, around) if makes else found
         except Exception as error:
             error.add_note(
                 f"{what} is traced for any number of samples, as Keras' `fit` does of arrays: ask "

@@ -189,6 +189,7 @@ class Judge:
         if self._last and self._last[0] == same:
             _, model, start = self._last
             model.set_weights(start)
+            model._engine.stages.have_run = False  # `compile` keeps stages that are as they were
             return model
         model = PipelineModel(trial.case.build(), stages, micro_batches, balance="flops")
         empty = [i for i, stage in enumerate(model.plan.stages) if not stage.parameter_bytes]

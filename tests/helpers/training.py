@@ -88,11 +88,11 @@ def squared_of_largest(y_true, y_pred):
     return error * ops.stop_gradient(1.0 + error / ops.max(error))
 
 
-def regression(loss="mse", optimizer=adamw, **more):
+def regression(loss="mse", optimizer=sgd, **more):
     return lambda: {"optimizer": optimizer(), "loss": loss() if callable(loss) else loss, **more}
 
 
-def classification(optimizer=adamw, metrics=("accuracy",), **more):
+def classification(optimizer=sgd, metrics=("accuracy",), **more):
     return lambda: {
         "optimizer": optimizer(),
         "loss": "sparse_categorical_crossentropy",
@@ -112,11 +112,8 @@ X, Y, LABELS = floats(6), floats(3, seed=1), integers(3, seed=2)
 IDS = integers(6, 5, seed=3)
 
 CASES = {
-    "mlp": Case(models.mlp, X, Y, regression(optimizer=sgd, metrics=["mae"]), WEIGHTED),
-    "sequential": Case(models.sequential, X, Y, regression()),
-    "residual_cnn": Case(
-        models.residual_cnn, floats(6, 6, 2), LABELS, classification(sgd), WEIGHTED
-    ),
+    "mlp": Case(models.mlp, X, Y, regression(metrics=["mae"]), WEIGHTED),
+    "residual_cnn": Case(models.residual_cnn, floats(6, 6, 2), LABELS, classification(), WEIGHTED),
     "batch_norm": Case(
         models.batch_norm_cnn, floats(6, 6, 2), LABELS, classification(), batch_statistics=True
     ),
@@ -133,10 +130,11 @@ CASES = {
         },
         {"sample_weight": [WEIGHTS, WEIGHTS[::-1].copy()]},
     ),
-    "long_skip": Case(models.long_skip, X, Y, regression(optimizer=sgd)),
-    "causal_attention": Case(models.causal_attention, floats(5, 8), Y, regression(), WEIGHTED),
+    "long_skip": Case(models.long_skip, X, Y, regression()),
     "merged_windows": Case(models.merged_windows, floats(4, 6), Y, regression(), WEIGHTED),
-    "embedding_adamw": Case(models.embedding_with_mask, IDS, LABELS, classification(), WEIGHTED),
+    "embedding_adamw": Case(
+        models.embedding_with_mask, IDS, LABELS, classification(adamw), WEIGHTED
+    ),
     "positions": Case(
         models.positions,
         IDS,
@@ -144,8 +142,6 @@ CASES = {
         classification(lambda: keras.optimizers.AdamW(WarmUp())),
         WEIGHTED | {"validation_data": (IDS[:9], LABELS[:9])},
     ),
-    "embedding_sgd": Case(models.embedding_with_mask, IDS, LABELS, classification(sgd)),
-    "recurrent": Case(models.recurrent, IDS[:, 1:], LABELS, classification(), WEIGHTED),
     "masked_output": Case(
         models.masked_output,
         IDS[:, 1:],
@@ -153,18 +149,17 @@ CASES = {
         classification(weighted_metrics=["accuracy"]),
         {"sample_weight": np.random.default_rng(6).uniform(0.2, 2, size=(SAMPLES, 4))},
     ),
-    "regularized": Case(models.regularized, X, Y, regression(), WEIGHTED),
+    "regularized": Case(models.regularized, X, Y, regression(optimizer=adamw), WEIGHTED),
     "tied_head": Case(models.tied_head, IDS, integers(6, 5, seed=8), logits),
-    "looked_up_again": Case(models.looked_up_again, IDS, LABELS, classification(), WEIGHTED),
+    "looked_up_again": Case(models.looked_up_again, IDS, LABELS, classification(adamw), WEIGHTED),
     "counted": Case(models.counted, IDS, Y, regression(), WEIGHTED),
-    "tied_blocks": Case(models.tied_blocks, X, Y, regression(optimizer=sgd), WEIGHTED),
-    "frozen": Case(models.frozen, X, Y, regression(), WEIGHTED),
+    "tied_blocks": Case(models.tied_blocks, X, Y, regression(), WEIGHTED),
     "adapted": Case(models.adapted, X, Y, regression(), WEIGHTED),
     "unreached": Case(
         models.unreached,
         X,
         {"used": Y, "unused": floats(2)},
-        regression(loss=lambda: {"used": "mse", "unused": None}),
+        regression(loss=lambda: {"used": "mse", "unused": None}, optimizer=adamw),
     ),
     "dropout": Case(models.dropout, X, Y, regression(), WEIGHTED, batch_statistics=True),
 }

@@ -39,7 +39,7 @@ def compiled(deferred=False, **options):
     options = {"num_stages": 2, "num_micro_batches": 2, "balance": "memory", **options}
     model = tnt.PipelineModel(network if deferred else network(), **options)
     rate = keras.optimizers.schedules.ExponentialDecay(1e-2, 3, 0.9)
-    optimizer = keras.optimizers.AdamW(rate, weight_decay=0.01, use_ema=True, global_clipnorm=1.0)
+    optimizer = keras.optimizers.Adam(rate, use_ema=True, global_clipnorm=1.0)
     model.compile(optimizer, "mse", metrics=["mae"])
     return model
 

@@ -17,7 +17,7 @@ from tests.zoo.models import dicts, mlp, regularized
 pytestmark = pytest.mark.keras
 
 CUT = {"num_stages": 2, "num_micro_batches": 3}
-MLP = Case(mlp, X, Y, regression(optimizer=sgd, metrics=["mae"]))
+MLP = Case(mlp, X, Y, regression(metrics=["mae"]))
 """For what compiles no model anew, which all tests would see."""
 
 

@@ -13,7 +13,7 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.batch_step import BatchStep
 from tests.helpers import training
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import BATCH, LABELS, ROUNDING, WEIGHTED, Case, X, adamw, distance, make
+from tests.helpers.training import BATCH, LABELS, ROUNDING, WEIGHTED, Case, X, distance, make, sgd
 from tests.zoo.models import mlp
 
 pytestmark = pytest.mark.keras
@@ -61,7 +61,7 @@ def case(kinds, build=classifier):
         ONE_HOT,
         lambda: {
             "loss": "categorical_crossentropy",
-            "optimizer": adamw(),
+            "optimizer": sgd(),
             "metrics": [kind() for kind in kinds],
             "weighted_metrics": ["mae"],
         },
@@ -198,7 +198,7 @@ class ByItsMetric(layers.Layer):
 def test_a_layer_that_computes_with_its_metric_is_refused_by_name():
     inputs = keras.Input((6,))
     model = PipelineModel(keras.Model(inputs, layers.Dense(3)(ByItsMetric()(inputs))), 1, 2)
-    model.compile(adamw(), "mse")
+    model.compile(sgd(), "mse")
     with pytest.raises(UnsupportedModelError, match=r"'eye' computes with .* metric 'seen'"):
         model.train_on_batch(X, ONE_HOT)
 

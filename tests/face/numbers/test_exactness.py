@@ -4,16 +4,9 @@ import pytest
 
 from tarantella_pp.schedule import TRAINING_NAMES, ScheduleSpec
 from tests.helpers import training
-from tests.helpers.training import CASES, ROUNDING, distance, make, piped, serial, trained
+from tests.helpers.training import CASES, ROUNDING, distance, make, serial, trained
 
 pytestmark = pytest.mark.keras
-
-
-@pytest.mark.slow
-def test_a_pipeline_gives_the_numbers_of_keras():
-    """What is trained over ranks, from golden plans or by the matrix is left out."""
-    name = "causal_attention, evenly"
-    assert distance(serial(name), piped(name, 4, 4, "1f1b")) < ROUNDING
 
 
 def test_every_schedule_gives_them():

@@ -136,7 +136,7 @@ def count_of_slots(name: str) -> int:
     return sum(len(v.shape) > 0 for v in model.optimizer.variables)
 
 
-MLP = training.Case(mlp, X[:18], Y[:18], training.regression(optimizer=training.sgd), batch=6)
+MLP = training.Case(mlp, X[:18], Y[:18], training.regression(), batch=6)
 """Cut into three micro-batches of one size."""
 
 

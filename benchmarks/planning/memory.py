@@ -170,9 +170,7 @@ def train(name: str, shape: Shape) -> dict[str, Any]:
     held = plan.in_flight
     kept = None
     if residual is not None:
-        repeats = stage < shape.stages - 1  # the last one repeats nothing
-        again = plan.recomputed_bytes if repeats else 0
-        kept = nbytes(weights) + dense + slots + held * residual + again
+        kept = nbytes(weights) + dense + slots + held * residual + plan.recomputed_bytes
         kept += plan.buffer_bytes + plan.reduction_bytes
     return {
         "planned": plan.memory_bytes,

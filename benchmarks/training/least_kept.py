@@ -73,7 +73,8 @@ class Pass:
     def __init__(self, model: keras.Model, flops_per_byte: float, x: tf.Tensor) -> None:
         extracted = extract(model)
         (boundary,) = stage_boundaries(extracted.graph, [0] * len(extracted.calls), 1)
-        self.stage, self._x = Stage(boundary, extracted.calls, False, flops_per_byte), x
+        prices = [flops_per_byte] * len(extracted.calls)
+        self.stage, self._x = Stage(boundary, extracted.calls, prices), x
 
     def run(self) -> list[np.ndarray]:
         outputs, _ = self.stage.forward(0, [self._x])

@@ -183,7 +183,7 @@ def _without_words(plan: Plan) -> Iterator[str]:
             yield f"stage {source} sends to stage {target}, past its neighbour"
     for tie in plan.ties:
         yield f"stages {', '.join(map(str, tie.stages))} share '{tie.weight}'"
-    if plan.repeated_stages:
+    if plan.recompute:
         yield "stages repeat their forward pass; use --recompute none, and its own checkpointing"
 
 

@@ -43,13 +43,17 @@ def sums_of(costs: StageCostModel, options: Settings) -> Prices:
     """Returns what stages cost by their sums alone: state and kept activations, or time."""
     count, alike, none = options.num_stages, TOLERANCE / 4, np.zeros(len(costs.graph.nodes))
     once, each, times = costs.flops(), none, np.ones(count)
+    recomputes = np.isin(np.arange(count), options.recompute)
     if options.balance == "time" and costs.seconds is not None:
-        each, backward = np.array(costs.seconds).T
-        once, times, alike = each + backward, np.array(options.repeated), ALIKE
+        forward, backward = np.array(costs.seconds).T
+        once, times, alike = forward + backward, recomputes.astype(float), ALIKE
+        if recomputes.any():
+            each = forward * [node.repeated for node in costs.repeating.nodes]
     elif options.balance == "memory":
-        once, each = state_sums(costs), activation_sums(costs)
-        held = [options.repeats.get(s, held) for s, held in enumerate(options.in_flight)]
-        times = np.array(held, float)
+        # Of stages that recompute among others the kept activations are left out of the sums.
+        every = bool(recomputes.all())
+        once, each = state_sums(costs), activation_sums(costs, again=every)
+        times = np.array(options.in_flight, float) * (every | ~recomputes)
     return Prices(once, each, times, wires=wires(costs), alike=alike)
 
 
@@ -173,8 +177,8 @@ class _Problem:
         stages = self._stages(assignment)
         if options.balance == "time":
             return [
-                (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * again
-                for stage, again in zip(stages, options.repeated, strict=True)
+                (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * stage.repeated
+                for stage in stages
             ]
         return [float(one.memory_bytes if self.whole else one.lasting_bytes) for one in stages]
 
@@ -217,9 +221,9 @@ def _copy_bytes(weight: Weight) -> int:
     return weight.bytes * (2 if weight.trainable else 1)
 
 
-def activation_sums(costs: StageCostModel) -> Array:
+def activation_sums(costs: StageCostModel, *, again: bool) -> Array:
     """Bytes of a micro-batch that each node keeps; what several keep counts for the first."""
-    graph, counted = costs.keeping, set[int]()
+    graph, counted = costs.repeating if again else costs.keeping, set[int]()
     kept = np.array([node.residual_bytes for node in graph.nodes])
     for node in graph.nodes:
         tensors = {graph.storage(tensor) for tensor in node.keeps} - counted

@@ -33,11 +33,8 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
     """Options of a plan, checked, with what its schedule says of them."""
 
     in_flight: tuple[int, ...]  # most micro-batches that each stage holds at a time
-    # Most micro-batches that each stage, if it recomputes, holds all of at a time
-    held_whole: tuple[int, ...]
-    # Share of the micro-batches whose forward pass each stage repeats; empty unless time is
-    # balanced
-    repeated: tuple[float, ...] = ()
+    # Most micro-batches of which each stage, if it recomputes, holds what it made again
+    held_again: tuple[int, ...]
 
     @property
     def weighs_stages(self) -> bool:
@@ -46,14 +43,19 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
 
     @property
     def repeats(self) -> dict[int, int]:
-        """Stages that repeat their forward pass, and how many micro-batches they hold all of."""
-        return {stage: self.held_whole[stage] for stage in self.recompute}
+        """Stages that recompute, and of how many micro-batches they hold what they made again."""
+        return {stage: self.held_again[stage] for stage in self.recompute}
 
     @property
     def thriftiest(self) -> Settings:
-        """The same for stages that all repeat their forward pass, whatever the limit."""
+        """The same for stages that all make everything again, whatever the limit."""
+        free = msgspec.structs.replace(self, balance="memory", memory_limit=None)
+        return free.recomputing(())
+
+    def recomputing(self, worth: Sequence[float]) -> Settings:
+        """The same for stages that all recompute what is worth it; see `recompute_worth`."""
         every = tuple(range(self.num_stages))
-        return msgspec.structs.replace(self, recompute=every, balance="memory", memory_limit=None)
+        return msgspec.structs.replace(self, recompute=every, recompute_worth=tuple(worth))
 
     @property
     def problem_key(self) -> tuple[Hashable, ...]:
@@ -118,10 +120,6 @@ class PlanOptions:
         _choice("placement", self.placement, PLACEMENTS)
         spec = spec or ScheduleSpec.of(_or(self.schedule, "1f1b"), stages)
         again = stages_to_recompute(_or(self.recompute, "none"), stages)
-        repeated: tuple[float, ...] = ()
-        if self.balance == "time":
-            times = spec.repeated(micro_batches, again) if again else {}
-            repeated = tuple(times.get(stage, 0) / micro_batches for stage in range(stages))
         shared = len(set(spec.placement)) < len(spec.placement)
         return Settings(
             num_stages=stages,
@@ -132,8 +130,7 @@ class PlanOptions:
             balance=cast("str", self.balance),
             memory_limit=_memory_limit(self.memory_limit, stages),
             in_flight=spec.in_flight(micro_batches),
-            held_whole=spec.held_whole(micro_batches),
-            repeated=repeated,
+            held_again=spec.held_again(micro_batches),
             recompute=again,
             flops_per_byte=0.0 if self.recompute == "none" else FLOPS_PER_BYTE,
             ranks=spec.placement if shared else (),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tarantella_pp.errors import ConfigurationError, PlanError, ScheduleError
+from tarantella_pp.errors import PlanError, ScheduleError
 from tarantella_pp.partition.best_stages import Solution
 from tarantella_pp.partition.graph.ideals import summed
 from tarantella_pp.partition.graph.units import format_bytes
@@ -24,11 +23,9 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import common_limit
 from tarantella_pp.partition.plan.plan_simulation import MOST_PLAYED, PlanSimulation, with_step
 from tarantella_pp.partition.plan.stage_costs import ways_to_less_memory
-from tarantella_pp.partition.planner import Planner
+from tarantella_pp.partition.planner import WORTHS, Planner
 from tarantella_pp.schedule import BEFORE_SEARCH, SEARCHED, ScheduleSpec
 
-# Stages up to which every set of recomputing ones is tried; of more, the first stages.
-MOST_SUBSETS = 4
 # Seconds of the processor after which no more is tried.
 PATIENCE = 60.0
 # Effort of all solutions (see `Planner.effort`) after which stages are only found for what is
@@ -83,9 +80,12 @@ class PlanSearch:
     # Bytes of a rank, which its stages share as they need them; instead of limits of stages
     rank_limit: int | None = None
 
-    def options(self, *, alone: bool = False, **changes: Any) -> Settings:
+    def options(
+        self, *, alone: bool = False, worth: float | None = None, **changes: Any
+    ) -> Settings:
         """Returns the options, some changed; `alone` as if each stage had a rank of its own."""
         settings = replace(self.given, **changes).settled(self.spec)
+        settings = self.planner.recomputing(settings, worth)
         return msgspec.structs.replace(settings, ranks=()) if alone else settings
 
     def candidates(self) -> list[Candidate]:
@@ -120,7 +120,7 @@ class PlanSearch:
         return [self.timed(plan) for plan in self._try(num_micro_batches=count, **changes)]
 
     def within_limit(self, candidate: Candidate, deadline: float) -> list[Timed]:
-        """Makes plans of a candidate within the limit; few stages recompute, if any."""
+        """Makes plans of a candidate within the limit; stages recompute little, if any."""
         if self.rank_limit is not None:
             return self._within_rank_limit(*candidate.timed)
         if candidate.final:
@@ -129,12 +129,10 @@ class PlanSearch:
         found, options = self.of_count(count), self.options(num_micro_batches=count)
         if found or self.planner.least_memory(options) > max(options.limits or (0,)):
             return found
-        needed = 0
-        for stages in self._sets():
-            if time.thread_time() > deadline or (self._is_slow and 0 < needed < len(stages)):
+        for worth in self._worths:
+            if time.thread_time() > deadline or (found and self._is_slow):
                 break
-            found += self.of_count(count, recompute=stages)
-            needed = needed or (len(stages) if found else 0)
+            found += self.of_count(count, worth=worth)
         return found
 
     def _within_rank_limit(self, seconds: float, plan: Plan) -> list[Timed]:
@@ -154,11 +152,8 @@ class PlanSearch:
         }  # fmt: skip
         options = self.options(**free)
         least = self.written(self.planner.solve(options), options)
-        for stages in self._sets():
-            if least.recompute and self._is_slow:
-                break
-            below = {**free, "memory_limit": largest_stage(least) - 1, "recompute": stages}
-            least = next(iter(self._try(**below)), least)
+        for worth in self._worths[-1:] if self._is_slow else self._worths:
+            least = min([least, *self._try(**free, worth=worth)], key=largest_stage)
         return least
 
     def written(self, solution: Solution, options: Settings) -> Plan:
@@ -196,26 +191,22 @@ class PlanSearch:
         return counts
 
     def _try(self, **changes: Any) -> list[Plan]:
-        """Makes a plan, if there is one: a limit, or what cannot recompute, may be in the way."""
+        """Makes a plan, if there is one: a limit may be in the way."""
         options = self.options(**changes)
         try:
-            return [self.written(self.planner.solve(options, roughly=self.roughly), options)]
+            solution = self.planner.solve(options, roughly=self.roughly)
+            if "worth" in changes:
+                options = self.planner.refined(solution, options)
+            return [self.written(solution, options)]
         except PlanError:
             if options.memory_limit is None:
                 raise
-        except ConfigurationError:
-            if "recompute" not in changes:
-                raise
         return []
 
-    def _sets(self) -> Iterator[tuple[int, ...]]:
-        """Yields sets of stages to recompute, the fewest first; of many stages, the first ones."""
-        stages = range(self.spec.num_stages if self.given.recompute is None else 0)
-        for size in range(1, len(stages) + 1):
-            if len(stages) <= MOST_SUBSETS:
-                yield from itertools.combinations(stages, size)
-            else:
-                yield tuple(stages[:size])
+    @property
+    def _worths(self) -> tuple[float, ...]:
+        """What a byte may be worth to stages that recompute, where that is open."""
+        return WORTHS[1::2] if self.given.recompute is None else ()
 
 
 def in_order(timed: Timed) -> tuple[float, int]:

@@ -10,13 +10,16 @@ from typing import Any
 
 import keras
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.best_stages import Solution, best_solution, given_solution, sums_of
 from tarantella_pp.partition.cut import best_cut
-from tarantella_pp.partition.graph.ideals import Blocks
+from tarantella_pp.partition.graph.ideals import Array, Blocks
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.graph.least_kept import FLOPS_PER_BYTE
 from tarantella_pp.partition.graph.optimizer_slots import optimizer_name, optimizer_state_bytes
 from tarantella_pp.partition.node_link import NamedGraph
 from tarantella_pp.partition.options import GIVEN, Settings
@@ -27,11 +30,15 @@ from tarantella_pp.partition.plan.plan_parts import PlanConfig
 from tarantella_pp.partition.plan.stage_costs import StageCostModel
 from tarantella_pp.partition.profile import Profile
 
-#: Layers whose forward pass is not repeated: TensorFlow keeps its loops with all they made.
+#: Layers that no stage makes again: TensorFlow keeps its loops with all they made.
 LOOPS = (
     *("LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional"),
     *("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"),
 )
+#: What a byte of activations may be worth where stages recompute, in FLOPs. With the last one they
+#: keep little more than what lies between two parts; see `least_kept`.
+WORTHS = tuple(FLOPS_PER_BYTE * 2**k for k in range(1, 9))
+EVERYTHING = 1e12
 #: What finding stages takes besides listing what may come before a cut, in such sets of operations.
 PROBLEM_EFFORT = 1_500
 #: Samples that batch normalization gets to see, where the number of its calls is open.
@@ -140,6 +147,64 @@ class Planner:
             self._solved[key] = best_solution(costs, options, self.blocks, whole=whole)
         return self._solved[key]
 
+    def recomputing(self, options: Settings, worth: float | None) -> Settings:
+        """The same options with all stages making again what is worth that much.
+
+        `None` leaves the stages that do so as they are; loops never run again.
+        """
+        loops = [node.kind in LOOPS for node in self.graph.nodes]
+        if worth is None and not (options.recompute and any(loops)):
+            return options
+        worths = [options.flops_per_byte if loop else worth or EVERYTHING for loop in loops]
+        made = options.recomputing(worths)
+        return made if worth else msgspec.structs.replace(made, recompute=options.recompute)
+
+    def refined(self, solution: Solution, options: Settings) -> Settings:
+        """Finds how little some stages have to make again to keep their limits.
+
+        Each stage takes the smallest of `WORTHS` with which it does, and that only for its first
+        operations, as few as possible: a knapsack that is filled greedily (Liu et al., "AdaPipe",
+        ASPLOS 2024, fills it by a dynamic program).
+        """
+        limits, stages = options.limits, np.array(solution.assignment)
+        if limits is None:
+            return options
+        own = [np.flatnonzero(stages == stage) for stage in range(options.num_stages)]
+        dearest = np.array(options.recompute_worth)
+
+        def settings(worth: Array) -> Settings:
+            cheap = np.minimum(dearest, worth)
+            made = options.recomputing(cheap.tolist())
+            again = [i for i, n in enumerate(own) if (cheap[n] > options.flops_per_byte).any()]
+            return msgspec.structs.replace(made, recompute=tuple(again))
+
+        def fits(worth: Array) -> npt.NDArray[np.bool_]:
+            made = settings(worth)
+            costs = self.costs(made).stages(solution.assignment, made.in_flight, made.repeats)
+            return np.array(
+                [one.memory_bytes <= most for one, most in zip(costs, limits, strict=True)]
+            )
+
+        above = below = np.full(options.num_stages, options.flops_per_byte)
+        kept = fits(above[stages])
+        for worth in WORTHS:
+            below, above = np.where(kept, below, above), np.where(kept, above, worth)
+            kept = kept | fits(above[stages])
+
+        def mixed(first: Array) -> Array:
+            worth: Array = below[stages]
+            for stage, nodes in enumerate(own):
+                worth[nodes[: first[stage]]] = above[stage]
+            return worth
+
+        high = np.array([len(nodes) for nodes in own])
+        low = np.where(above > below, 0, high)
+        while (high - low > 1).any():
+            middle = (low + high + 1) // 2
+            kept = fits(mixed(middle))
+            low, high = np.where(kept, low, middle), np.where(kept, middle, high)
+        return settings(mixed(high))
+
     def least_memory(self, options: Settings) -> float:
         """Returns bytes that some stage of every plan needs, whichever stages recompute."""
         free = options.thriftiest
@@ -151,7 +216,6 @@ class Planner:
         graph, assignment, costs = self.graph, solution.assignment, self.costs(options)
         buckets = gradient_buckets(graph, assignment, options.num_stages, options.fusion_threshold)
         stages = costs.stages(assignment, options.in_flight, options.repeats)
-        self._check_recomputation(assignment, options)
         guessed = [
             n.kind
             for n in graph.nodes
@@ -179,13 +243,3 @@ class Planner:
             machine=self.machine,
             work=self.work,
         )
-
-    def _check_recomputation(self, assignment: Sequence[int], options: Settings) -> None:
-        """Refuses stages that the runtime would run without repeating them."""
-        for node in self.graph.nodes:
-            if node.kind in LOOPS and assignment[node.id] in options.recompute:
-                raise ConfigurationError(
-                    f"Stage {assignment[node.id]} cannot recompute: it has {node.kind} "
-                    f"'{node.name}', and TensorFlow keeps all of a loop for its backward pass. "
-                    f"Received: recompute={options.recompute}. Leave that stage out."
-                )

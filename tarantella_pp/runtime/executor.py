@@ -26,7 +26,6 @@ from tarantella_pp.schedule import (
     Schedule,
     StepTimeline,
     Transfer,
-    kept_whole,
     parse_action,
     send_window,
 )
@@ -55,7 +54,6 @@ class Executor:
         self._activations: dict[Message, Sequence[tf.Tensor]] = {}
         self._gradients: dict[Message, Sequence[tf.Tensor]] = {}
         self._awaited: dict[tuple[Direction, Message], Transfer] = {}
-        self._kept_whole: frozenset[tuple[int, int]] = frozenset()
 
     def run(self, schedule: Schedule, step: BatchStep) -> None:
         """Runs this rank's part of one step."""
@@ -65,7 +63,6 @@ class Executor:
         transfers = [action for action in program if isinstance(action, Transfer)]
         receives = [action for action in transfers if action.operation == "R"]
         self._messages.begin(receives, step.sizes, window)
-        self._kept_whole = kept_whole(program)
         forwards_left = sum(isinstance(a, Compute) and a.kind == "F" for a in program)
         reduces = False
         for action in program:
@@ -141,10 +138,9 @@ class Executor:
     ) -> None:
         boundary, key = stage.boundary, action.micro_batch
         inputs = [*step.data(boundary.index, key), *arrived]
-        whole = (boundary.index, key) in self._kept_whole
         with self._messages.computing():
             if step.training:
-                outputs, added = stage.forward(key, inputs, step.share(key), whole=whole)
+                outputs, added = stage.forward(key, inputs, step.share(key))
             else:
                 outputs, added = stage.evaluate(inputs, step.share(key), step.predicts)
         values: Values = dict(zip(boundary.outputs, outputs, strict=True))

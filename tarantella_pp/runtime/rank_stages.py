@@ -50,11 +50,10 @@ class RankStages(dict[int, Stage]):
             graph, plan.assignment, plan.num_stages, find_activations(extracted)
         )
         self.edges = stage_edges(self.boundaries)
-        repeats = plan.repeats
         for i, boundary in enumerate(self.boundaries):
             if placement[i] == ranks.rank:
                 calls = [extracted.calls[node] for node in boundary.nodes]
-                self[i] = Stage(boundary, calls, i in repeats, plan.flops_per_byte)
+                self[i] = Stage(boundary, calls, plan.prices(i, boundary.nodes))
         self.modules = {index: stage.module for index, stage in self.items()}
         # For each stage, of this rank or of others, the places of the model inputs that it uses.
         self.model_inputs = [

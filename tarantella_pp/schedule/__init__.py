@@ -21,7 +21,6 @@ from tarantella_pp.schedule.actions import Message as Message
 from tarantella_pp.schedule.actions import Operation as Operation
 from tarantella_pp.schedule.actions import Reduce as Reduce
 from tarantella_pp.schedule.actions import Transfer as Transfer
-from tarantella_pp.schedule.actions import kept_whole as kept_whole
 from tarantella_pp.schedule.actions import parse_action as parse_action
 from tarantella_pp.schedule.generators import SCHEDULE_NAMES as SCHEDULE_NAMES
 from tarantella_pp.schedule.generators import V_SHAPED as V_SHAPED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
 from tarantella_pp.errors import ScheduleError
@@ -68,31 +67,6 @@ class Reduce(NamedTuple):
 
 
 Action: TypeAlias = Compute | Transfer | Reduce
-
-
-def kept_whole(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
-    """Returns the micro-batches that a stage keeps whole even if it recomputes: none is repeated.
-
-    Those between whose forward and backward the rank runs nothing else backward. That takes no
-    more memory, for in its backward a micro-batch is whole anyhow. Where each rank has one stage,
-    it is the first one of each, and all of the last stage under 1F1B::
-
-        stage 0  F0 F1 .. .. BW0 F2 BW1 .. BW2    keeps 0 whole
-        stage 1  .. F0 BW0 F1 BW1 .. F2 BW2       keeps 0, 1 and 2 whole
-    """
-    found: set[tuple[int, int]] = set()
-    since: set[tuple[int, int]] = set()
-    for action in actions:
-        if not isinstance(action, Compute):
-            continue
-        one = (action.stage, action.micro_batch)
-        if action.kind == "F":
-            since.add(one)
-            continue
-        if action.kind != "W" and one in since:
-            found.add(one)
-        since.clear()
-    return frozenset(found)
 
 
 def parse_action(text: str) -> Action:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Action, Compute, Link, kept_whole, parse_action
+from tarantella_pp.schedule.actions import Action, Compute, Link, parse_action
 
 _HEADERS = ("schedule", "stages", "micro_batches", "placement")
 _RANK = re.compile(r"rank \d+")
@@ -89,24 +89,15 @@ class Schedule:
                 peak[action.stage] = max(peak[action.stage], held[action.stage])
         return tuple(peak)
 
-    def held_whole(self) -> tuple[int, ...]:
-        """Returns of how many micro-batches each stage that recomputes holds all, at the worst."""
-        # To the end of its W: one that is kept whole from its F, one that is repeated from its B.
-        kept = self.kept_whole()
-        whole: list[set[int]] = [set() for _ in self.placement]
-        peak = [0] * self.num_stages
+    def held_again(self) -> tuple[int, ...]:
+        """Returns of how many micro-batches each stage holds what it repeated, at the worst."""
+        held, peak = [0] * self.num_stages, [0] * self.num_stages
         for action in self.computations() if self.has_backward else ():
-            stage, kind, i = action
-            if kind != "F" or (stage, i) in kept:
-                whole[stage].add(i)
-                peak[stage] = max(peak[stage], len(whole[stage]))
-                if action in self._releases:
-                    whole[stage].remove(i)
+            if action.kind in ("B", "BW"):
+                held[action.stage] += 1
+                peak[action.stage] = max(peak[action.stage], held[action.stage])
+            held[action.stage] -= action in self._releases
         return tuple(peak)
-
-    def kept_whole(self) -> frozenset[tuple[int, int]]:
-        """Returns stages and micro-batches that are never repeated: `kept_whole` of all ranks."""
-        return frozenset(one for own in self.actions for one in kept_whole(own))
 
     def runs_all_forwards_first(self, stage: int) -> bool:
         """Returns whether `stage` has all its forwards behind it before its first backward."""

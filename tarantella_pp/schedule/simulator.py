@@ -220,11 +220,10 @@ class Costs:
 
     def serial_seconds(self, num_micro_batches: int, *, has_backward: bool = True) -> float:
         """Returns the seconds of a step in one process, with fused backwards."""
-        # Each micro-batch goes forward and back before the next: the last stage repeats nothing.
         kinds: tuple[Kind, ...] = ("F", "BW") if has_backward else ("F",)
-        seconds = sum(stage.seconds(kind) for stage in self.stages for kind in kinds)
-        saved = self.stages[-1].repeated if has_backward else 0.0
-        return num_micro_batches * (seconds - saved)
+        return num_micro_batches * sum(
+            stage.seconds(kind) for stage in self.stages for kind in kinds
+        )
 
 
 def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
@@ -259,9 +258,6 @@ class _TimedReplay(Replay):
         self._seconds = [
             {kind: stage.seconds(kind) for kind in ("F", "B", "W", "BW")} for stage in costs.stages
         ]
-        # Finding them takes a walk through all actions, which most plans need not pay for.
-        repeats = any(stage.repeated for stage in costs.stages)
-        self._kept_whole = schedule.kept_whole() if repeats else frozenset()
         super().__init__(schedule.actions, blocking=False)
 
     def _note(self, rank: int, start: float, end: float, action: Action) -> None:
@@ -272,8 +268,6 @@ class _TimedReplay(Replay):
         """Lets a computation take its seconds."""
         start = self._clock[rank] + self._costs.before.get(action, 0.0)
         seconds = self._seconds[action.stage][action.kind]
-        if (action.stage, action.micro_batch) in self._kept_whole and action.kind in ("B", "BW"):
-            seconds -= self._costs.stages[action.stage].repeated
         self._note(rank, start, start + seconds, action)
 
     def send(self, rank: int, action: Transfer) -> None:

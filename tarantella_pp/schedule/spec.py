@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -111,16 +109,11 @@ class ScheduleSpec:
         """Returns the most micro-batches that each stage holds."""
         return self.make(num_micro_batches).held
 
-    def held_whole(self, num_micro_batches: int) -> tuple[int, ...]:
-        """Returns the most micro-batches that stages hold all of to repeat them."""
+    def held_again(self, num_micro_batches: int) -> tuple[int, ...]:
+        """Returns the most micro-batches of which stages hold what they repeated."""
         if self.custom is None and self.name == SEARCHED:
             return self.in_flight(num_micro_batches)
-        return self.make(num_micro_batches).held_whole()
-
-    def repeated(self, num_micro_batches: int, stages: Iterable[int]) -> dict[int, int]:
-        """Returns how many micro-batches of a step each stage that recomputes really repeats."""
-        kept = Counter(stage for stage, _ in self.make(num_micro_batches).kept_whole())
-        return {stage: num_micro_batches - kept[stage] for stage in stages}
+        return self.make(num_micro_batches).held_again()
 
 
 @lru_cache(maxsize=32)

@@ -1,6 +1,7 @@
 """What `make_plan` chooses where options are left open, also within the memory that there is."""
 
 import itertools
+import math
 import operator
 import re
 import warnings
@@ -84,7 +85,7 @@ def test_batch_normalization_sees_some_samples():
 
 
 @pytest.mark.parametrize(("num_stages", "share"), [(2, 0.9), (3, 0.9), (3, 0.7)])
-def test_under_a_limit_the_fastest_of_the_fewest_recomputing_stages(num_stages, share):
+def test_under_a_limit_no_recomputing_of_whole_stages_is_faster(num_stages, share):
     model = tower(9, activation="gelu")
     given = {"batch_size": 4096, "num_micro_batches": 16, "machine": SLOW,
              "balance": "memory", "schedule": "gpipe"}  # fmt: skip
@@ -102,7 +103,7 @@ def test_under_a_limit_the_fastest_of_the_fewest_recomputing_stages(num_stages, 
     plan = make_plan(model, num_stages, **given, memory_limit=limit)
     assert plan.recompute
     assert largest(plan) <= limit
-    assert seconds(plan) == min(map(seconds, found))
+    assert seconds(plan) <= min(map(seconds, found), default=math.inf)
 
 
 def test_under_a_limit_ranks_may_hold_less_of_two_stages():

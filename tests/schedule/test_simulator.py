@@ -10,10 +10,8 @@ from tarantella_pp.schedule import (
     Compute,
     Costs,
     LinkCosts,
-    Schedule,
     StageCosts,
     Transfer,
-    kept_whole,
     lower,
     make_schedule,
     search_schedule,
@@ -178,24 +176,6 @@ def test_drawings_have_the_width_asked_for(schedule, width):
     lines = timeline.to_text(width).splitlines()
     assert len(lines) == schedule.num_ranks * (1 + any(counts)) + 1
     assert {len(line) for line in lines[:-1]} == {len("rank 0 ||") + width}
-
-
-def test_micro_batches_that_are_kept_whole_are_not_repeated():
-    def busy(repeated):
-        costs = StageCosts(1.0, 2.0, 1.0, repeated=repeated)
-        return sum(play("1f1b", 2, 3, costs=Costs((costs,) * 2)).busy_seconds)
-
-    assert busy(0.0) - busy(1.0) == pytest.approx(4)
-
-
-def test_nothing_is_kept_whole_for_nothing_where_a_rank_runs_backward_in_between():
-    schedule = Schedule.from_text("rank 0: 0F0 1F0 1BW0 0BW0 0F1 0BW1 1F1 1B1")
-    assert kept_whole(schedule.actions[0]) == {(1, 0), (0, 1), (1, 1)}
-    lowered = lower(make_schedule("1f1b", 2, 4))
-    assert kept_whole(lowered.actions[1]) == {(1, i) for i in range(4)}
-    assert kept_whole(lowered.actions[0]) == {(0, 0)}
-    waiting = Schedule.from_text("rank 0: 0F0 0F1 0B0 0F2 0W0 0B2 0W2 0B1 0W1")
-    assert kept_whole(waiting.actions[0]) == {(0, 0)}  # 0W0 would have two of them
 
 
 def alone(schedule, costs):

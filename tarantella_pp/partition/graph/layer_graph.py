@@ -5,21 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from tarantella_pp.partition.graph.least_kept import FLOPS_PER_BYTE, Operation, least_kept
+from tarantella_pp.partition.graph.least_kept import Operation, least_kept
 
 # Where a figure comes from: the traced graph, a guess, or a measurement.
 Source = Literal["analytic", "estimated", "measured"]
 # Kinds of operations whose gradients are some rows of their weights.
 LOOKUPS = frozenset({"Embedding"})
-# Operations from which on a part of a graph may end where it is narrow: what has to be kept is
-# found for each part.
-LARGE_PART = 150
 
 
 class Weight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,6 +57,8 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # are called by their ids. Nothing where nobody saw it
     operations: tuple[Operation, ...] = ()
     needed: tuple[Hashable, ...] = ()
+    # Share of its forward pass that its backward pass repeats; see `LayerGraph.keeping`
+    repeated: float = 0.0
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,87 +154,82 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             for node in self.nodes
         )
 
+    def keeping(self, flops_per_byte: Sequence[float]) -> LayerGraph:
+        """The same graph where each node keeps the least, and operations run again.
+
+        The nodes give the price of doing so; see `least_kept`.
+        """
+        prices = tuple(flops_per_byte)
+        if prices not in self._keeping:
+            self._keeping[prices] = self._with_least(prices)
+        return self._keeping[prices]
+
     @cached_property
-    def least(self) -> LayerGraph:
-        """The same graph where each node keeps the least, and cheap operations run again."""
-        known: dict[Hashable, set[Hashable]] = {}
-        nodes: list[Node] = []
-        for part, crossing in self._parts():
-            names: dict[Hashable, int] = {}  # numbers, so that parts that are alike are known
-            operations, needed = self._operations(part, crossing)
-            numbered = tuple(
-                one._replace(
-                    reads=tuple(names.setdefault(value, len(names)) for value in one.reads),
-                    makes=tuple((names.setdefault(v, len(names)), size) for v, size in one.makes),
-                )
-                for one in operations
+    def _keeping(self) -> dict[tuple[float, ...], LayerGraph]:
+        return {}
+
+    def _with_least(self, prices: Sequence[float]) -> LayerGraph:
+        operations, owners, needed = self._operations
+        found = least_kept(operations, needed, [prices[owner] for owner in owners])
+        inside, again, every = ([0.0] * len(self.nodes) for _ in range(3))
+        for place, (one, owner) in enumerate(zip(operations, owners, strict=True)):
+            for value, size in one.makes:
+                inside[owner] += size * (value in found.values and isinstance(value, tuple))
+            flops = one.flops if one.flops < math.inf else 0.0
+            every[owner] += flops
+            again[owner] += flops * (place in found.again)
+
+        def least(node: Node) -> Node:
+            around = map(self.storage, (*node.inputs, *node.outputs))
+            return msgspec.structs.replace(
+                node,
+                keeps=tuple(dict.fromkeys(t for t in around if t in found.values)),
+                residual_bytes=inside[node.id],
+                repeated=again[node.id] / every[node.id] if every[node.id] else 0.0,
             )
-            wanted = tuple(names.setdefault(value, len(names)) for value in needed)
-            cut = known.get((numbered, wanted))
-            if cut is None:
-                cut = known[numbered, wanted] = least_kept(numbered, wanted, FLOPS_PER_BYTE)
-            sizes = {value: size for one in operations for value, size in one.makes}
-            kept = {value: sizes[value] for value in names if names[value] in cut}
-            nodes += [_keeping(self, node, kept) for node in part]
-        return msgspec.structs.replace(self, nodes=tuple(nodes))
 
-    def _parts(self) -> Iterator[tuple[list[Node], set[int]]]:
-        """Runs of nodes after which few tensors are there, with these."""
-        last = {self.storage(t): len(self.nodes) for t in self.outputs}
-        for node in self.nodes:
-            last |= {s: max(node.id, last.get(s, 0)) for s in map(self.storage, node.inputs)}
-        there: set[int] = set()
-        part: list[Node] = []
-        for node in self.nodes:
-            part.append(node)
-            there |= set(map(self.storage, (*node.inputs, *node.outputs)))
-            there = {tensor for tensor in there if last.get(tensor, -1) > node.id}
-            if len(there) <= 1 and sum(len(one.operations) for one in part) >= LARGE_PART:
-                yield part, there
-                part = []
-        if part:
-            yield part, set()
+        return msgspec.structs.replace(self, nodes=tuple(map(least, self.nodes)))
 
-    def _operations(
-        self, part: Sequence[Node], crossing: Iterable[int]
-    ) -> tuple[list[Operation], list[Hashable]]:
-        """The operations of some nodes, and what their backward passes need."""
+    @cached_property
+    def _operations(self) -> tuple[list[Operation], list[int], list[Hashable]]:
+        """All operations, the nodes that they are of, and what the backward pass needs."""
         operations: list[Operation] = []
-        needed: list[Hashable] = list(crossing)
+        owners: list[int] = []
+        needed: list[Hashable] = []
         made: set[Hashable] = set()
+
+        def add(node: Node, *new: Operation) -> None:
+            operations.extend(new)
+            owners.extend([node.id] * len(new))
+            made.update(value for one in new for value, _ in one.makes)
 
         def value(node: Node, name: Hashable) -> Hashable:
             return self.storage(name) if isinstance(name, int) else (node.id, name)
 
-        def given(tensors: Iterable[int]) -> list[int]:
-            """Sees to it that some tensors are made; tensors of other parts come as they are."""
-            found = [*map(self.storage, tensors)]
-            for tensor in [t for t in dict.fromkeys(found) if t not in made]:
-                size = self.tensors[tensor].bytes_per_sample
-                operations.append(Operation((), ((tensor, float(size)),)))
-            made.update(found)
-            return found
-
-        for node in part:
-            reads = given(node.inputs)
+        for node in self.nodes:
+            reads = dict.fromkeys(map(self.storage, node.inputs))
+            for tensor in reads:  # inputs of the model
+                if tensor not in made:
+                    add(node, Operation((), ((tensor, self._bytes(tensor)),)))
             for one in node.operations:
                 makes = tuple((value(node, name), size) for name, size in one.makes)
                 named = tuple(value(node, name) for name in one.reads)
-                operations.append(one._replace(reads=named, makes=makes))
-                made.update(name for name, _ in makes)
-            sizes = self.tensors
-            rest = tuple(
-                (tensor, float(sizes[tensor].bytes_per_sample))
-                for tensor in dict.fromkeys(map(self.storage, node.outputs))
-                if tensor not in made
-            )
-            if rest:  # as it comes, or where nobody saw how it is made
-                flops = 0.0 if node.operations or node.needed else math.inf
-                operations.append(Operation(tuple(reads), rest, flops))
-                made.update(tensor for tensor, _ in rest)
-            seen = node.needed if node.operations else node.keeps
-            needed += [value(node, name) for name in seen]
-        return operations, needed
+                add(node, one._replace(reads=named, makes=makes))
+            rest = dict.fromkeys(map(self.storage, node.outputs))
+            makes = tuple((t, self._bytes(t)) for t in rest if t not in made)
+            flops, wanted = 0.0, node.needed  # what is left comes as it is
+            if not node.operations:
+                wanted = node.keeps
+            if not node.operations and (node.residual_bytes or not node.needed):  # nobody saw how
+                makes = (*makes, ((node.id, "inside"), node.residual_bytes))
+                flops, wanted = max(1.0, node.flops), (*wanted, "inside")
+            if makes:
+                add(node, Operation(tuple(reads), makes, flops, dear=flops > 0))
+            needed += [value(node, name) for name in wanted]
+        return operations, owners, needed
+
+    def _bytes(self, tensor: int) -> float:
+        return float(self.tensors[tensor].bytes_per_sample)
 
     @cached_property
     def unsized(self) -> frozenset[str]:
@@ -307,14 +301,3 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         }
         text = json.dumps(structure, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _keeping(graph: LayerGraph, node: Node, kept: Mapping[Hashable, float]) -> Node:
-    """A node that keeps its own values, and its inputs, as far as they are kept."""
-    around = map(graph.storage, (*node.inputs, *node.outputs))
-    inside = (size for v, size in kept.items() if isinstance(v, tuple) and v[0] == node.id)
-    return msgspec.structs.replace(
-        node,
-        keeps=tuple(dict.fromkeys(tensor for tensor in around if tensor in kept)),
-        residual_bytes=sum(inside) if node.operations else node.residual_bytes,
-    )

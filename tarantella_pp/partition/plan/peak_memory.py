@@ -62,18 +62,23 @@ def output_bytes(
     return OutputBytes(max(0, held), loss, micro_batches * size, held + whole)
 
 
-def backward_bytes(graph: LayerGraph, nodes: Sequence[Node], rows: int) -> int:
+def backward_bytes(
+    graph: LayerGraph, nodes: Sequence[Node], rows: int, recomputing: Sequence[Node] = ()
+) -> int:
     """Plays the backward pass of a stage for one micro-batch, operation by operation.
 
     The gradient of a tensor is there from when the last of its readers runs backward until its
     producer has, the gradient of a weight until it is added to its sum. Kept activations
-    go with the last operation that needs them.
+    go with the last operation that needs them. `recomputing` are the same nodes, with what they
+    keep: the rest is made when the first operation needs it, with all that leads there.
     """
     flows = [graph.flows[node.id] for node in nodes]
     users = Counter(tensor for flow in flows for tensor in flow.kept)
+    missing = _Missing(graph, nodes, recomputing)
     gradients: set[int] = set()
     now = most = 0.0
     for node, (kept, made, given, outputs) in zip(reversed(nodes), reversed(flows), strict=True):
+        now += rows * missing.made_for(node)
         now += rows * sum(size for tensor, size in made.items() if tensor not in gradients)
         gradients.update(made)
         inside = rows * node.residual_bytes
@@ -90,6 +95,38 @@ def backward_bytes(graph: LayerGraph, nodes: Sequence[Node], rows: int) -> int:
         most = max(most, now + node.parameters * bool(made) + inside * INSIDE)
         now -= rows * (sum(made.values()) + freed - results) + inside
     return math.ceil(most)
+
+
+class _Missing:
+    """What a stage that recomputes does not keep of what its backward pass needs."""
+
+    def __init__(
+        self, graph: LayerGraph, nodes: Sequence[Node], recomputing: Sequence[Node]
+    ) -> None:
+        self._graph = graph
+        there = {graph.storage(t) for node in recomputing for t in node.keeps}
+        needed = {graph.storage(t) for node in nodes for t in node.keeps}
+        made = {graph.storage(t): node for node in nodes for t in node.outputs}
+        # Without its inputs a stage makes nothing again.
+        self._makers = {t: node for t, node in made.items() if recomputing and t not in there}
+        self._sizes = {
+            t: graph.tensors[t].bytes_per_sample if t in needed else 0 for t in self._makers
+        }
+        self._inside = {
+            usual.id: max(0.0, usual.residual_bytes - one.residual_bytes)
+            for usual, one in zip(nodes, recomputing, strict=bool(recomputing))
+        }
+
+    def made_for(self, node: Node) -> float:
+        """Bytes of a sample that are made for the backward pass of a node, and not there yet."""
+        size = self._inside.pop(node.id, 0.0)
+        todo = [*node.keeps, *(node.inputs if size else ())]
+        while todo:
+            tensor = self._graph.storage(todo.pop())
+            if (maker := self._makers.pop(tensor, None)) is not None:
+                size += self._sizes[tensor] + self._inside.pop(maker.id, 0.0)
+                todo += maker.inputs
+        return size
 
 
 def update_bytes(graph: LayerGraph, weights: Iterable[Weight], slots: Sequence[int]) -> int:

@@ -110,9 +110,9 @@ class PlanData(
 
     @property
     def repeats(self) -> dict[int, int]:
-        """Stages that repeat their forward pass, and how many micro-batches they hold all of."""
-        again = self.repeated_stages
-        counts = self.schedule_spec().held_whole(self.num_micro_batches) if again else ()
+        """Stages that recompute, and of how many micro-batches they hold what they made again."""
+        again = self.recompute
+        counts = self.schedule_spec().held_again(self.num_micro_batches) if again else ()
         return {stage: counts[stage] for stage in again}
 
     def check(self, graph: LayerGraph) -> None:
@@ -136,6 +136,9 @@ def _problems(plan: PlanData) -> list[str]:
     must_hold = {
         "assignment and node_names must be equally long": len(assignment) == len(names),
         "work must name all nodes, or none": len(plan.work) in (0, len(names)),
+        "recompute_worth must name all nodes, or none": (
+            len(plan.recompute_worth) in (0, len(names))
+        ),
         "node names must be unique": len(set(names)) == len(names),
         f"each node must be on a stage, and each stage have some. Received: {list(assignment)}": (
             set(assignment) == set(range(count))

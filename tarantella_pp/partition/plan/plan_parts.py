@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -66,9 +67,11 @@ class StagePlan(msgspec.Struct, frozen=True):
     in_flight: Size  # most micro-batches that the schedule holds on this stage at a time
     buffer_bytes: Size  # what messages are received into
     flops: Amount  # floating point operations of the forward pass, per sample
-    # What a stage that repeats its forward pass makes again, of all the micro-batches that run
-    # backward at a time, which is one but for split backward passes
+    # What a stage that recomputes has besides of what it makes again, of all the micro-batches that
+    # run backward at a time, which is one but for split backward passes
     recomputed_bytes: Size = 0
+    # Share of its forward pass that it makes again, if it recomputes
+    repeated: Amount = 1.0
     # What there is besides for a moment, at the most: gradients on their way back through the
     # stage, messages sent that nobody has received yet, or temporaries of the optimizer that need
     # more than `activation_bytes_total`. On the last stage of a compiled model what loss and
@@ -177,6 +180,8 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     recompute: tuple[int, ...] = ()  # stages, ascending
     # What a byte of activations is worth to the stages that do not recompute; see `least_kept`
     flops_per_byte: Amount = 0.0
+    # The same for each operation, of stages that do; empty where these make all of it again
+    recompute_worth: tuple[Amount, ...] = ()
     ranks: tuple[int, ...] = ()
     placement: Placement = "pipelines-together"
     fusion_threshold: Number = FUSION_THRESHOLD
@@ -200,10 +205,11 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
             ),
         }
 
-    @property
-    def repeated_stages(self) -> tuple[int, ...]:
-        """The stages that keep inputs only and repeat their forward pass, ascending."""
-        return self.recompute
+    def prices(self, stage: int, nodes: Sequence[int]) -> list[float]:
+        """What a byte of activations is worth to some operations of a stage."""
+        if stage not in self.recompute:
+            return [self.flops_per_byte] * len(nodes)
+        return [self.recompute_worth[node] if self.recompute_worth else math.inf for node in nodes]
 
     def sent(self, cut: CutEdge) -> int:
         """Returns the bytes of one micro-batch of a tensor as it travels, without its mask."""

@@ -72,7 +72,7 @@ def _search_limits(plan: PlanData) -> tuple[int, ...]:
             left = max(0, plan.limits[i] - stage.memory_bytes)
             bound = stage.in_flight + left // max(1, stage.activation_bytes)
         # A memory limit that was kept by recomputing leaves no room to hold more.
-        if i in plan.repeated_stages:
+        if i in plan.recompute:
             bound = stage.in_flight  # what waits for its weight gradients is not planned for
         bounds.append(min(plan.num_micro_batches, max(bound, stage.in_flight)))
     return tuple(bounds)
@@ -171,7 +171,7 @@ class PlanSimulation:
         """Stages that repeat, with what they make again and hold, over what was planned."""
         # Bytes of one plan's micro-batches, scaled by how many another schedule holds at a time.
         planned = self.plan.repeats
-        now = spec.held_whole(self.micro_batches) if planned else ()
+        now = spec.held_again(self.micro_batches) if planned else ()
         return {stage: now[stage] / held for stage, held in planned.items()}
 
     def _stage(
@@ -196,7 +196,7 @@ class PlanSimulation:
         larger = self.micro_batch_size / self.plan.micro_batch_size
         moving = stage.working_bytes + stage.buffer_bytes
         static = stage.state_bytes + larger * (moving + stage.recomputed_bytes * (held_again or 0))
-        again = 0.0 if held_again is None else forward
+        again = 0.0 if held_again is None else stage.repeated * forward
         sizes = {"activation_bytes": larger * stage.activation_bytes, "static_bytes": static}
         if not self.plan.has_backward(index):
             return StageCosts(once + forward, **sizes)

@@ -120,9 +120,10 @@ def _footer(plan: PlanData) -> list[str]:
         where = ", ".join(map(str, tie.stages))
         size = format_bytes(tie.bytes)
         lines.append(f"Stages {where} share {tie.weight} ({size}): {tie.stages[0]} trains it.")
-    if plan.repeated_stages:
-        which = ", ".join(map(str, plan.repeated_stages))
-        lines.append(f"Recomputing, keeping inputs only: {which}; + is what one makes again.")
+    if plan.recompute:
+        shares = [(stage, 100 * plan.stages[stage].repeated) for stage in plan.recompute]
+        which = ", ".join(f"stage {stage} {share:.0f} %" for stage, share in shares)
+        lines.append(f"Recomputing: {which} of its forward pass; + is what one makes again.")
     if plan.limits is not None:
         limit = common_limit(plan.limits)
         where, shown = ("the stages", plan.limits) if limit is None else ("a stage", (limit,))

@@ -65,8 +65,15 @@ class StageCostModel:
 
     @cached_property
     def keeping(self) -> LayerGraph:
-        """The graph, with what its nodes keep where stages do not repeat all."""
-        return self.graph.least if self.config.flops_per_byte else self.graph
+        """The graph, with what its nodes keep of stages that do not recompute."""
+        worth, count = self.config.flops_per_byte, len(self.graph.nodes)
+        return self.graph.keeping([worth] * count) if worth else self.graph
+
+    @cached_property
+    def repeating(self) -> LayerGraph:
+        """The graph, with what its nodes keep of stages that do."""
+        worth = self.config.recompute_worth or [math.inf] * len(self.graph.nodes)
+        return self.graph.keeping(worth)
 
     @cached_property
     def reduced(self) -> tuple[Sequence[float], Sequence[float]]:
@@ -131,7 +138,7 @@ class StageCostModel:
         in_flight: Sequence[int],
         repeats: Mapping[int, int] = NOTHING,
     ) -> tuple[StagePlan, ...]:
-        """Returns what each stage costs; `repeats` counts micro-batches held whole to run again."""
+        """Returns what each stage costs; `repeats`: see `Settings.repeats`."""
         cuts, users = self.cuts(assignment), self.graph.users(assignment)
         last = len(in_flight) - 1
         nodes: list[list[int]] = [[] for _ in in_flight]
@@ -157,7 +164,7 @@ class StageCostModel:
         nodes = [graph.nodes[i] for i in ids]
         weights = [graph.weights[w] for w in sorted({w for node in nodes for w in node.weights})]
         parameters = sum(weight.bytes for weight in weights if weight.trainable)
-        kept, size, repeated = self._kept(nodes, again=repeats > 0)
+        kept, size, whole = self._kept(ids, again=repeats > 0)
         names = {graph.tensors[t].name for t in kept}
         # Messages whose shapes go first are not waited for.
         shapes = any(cut.source == stage and cut.tensor in graph.unsized for cut in cuts)
@@ -165,11 +172,18 @@ class StageCostModel:
         received, sent, returned = message_bytes(
             cuts, stage, in_flight, names, self.config.sent, window
         )
-        keeping = graph if repeats else self.keeping
-        backward = returned + backward_bytes(keeping, [keeping.nodes[i] for i in ids], rows)
+        usual = [self.keeping.nodes[i] for i in ids]
+        backward, repeated, share = backward_bytes(self.keeping, usual, rows), 0, 0.0
+        if repeats:
+            again = [self.repeating.nodes[i] for i in ids]
+            more = backward_bytes(self.keeping, usual, rows, again)
+            # Until their W is done, too, of those whose B is.
+            repeated = max(0, more - backward) + (repeats - 1) * max(0, whole - size)
+            share = self._share(again)
+        backward += returned
         own = [weight for weight in weights if users[weight.id][0] == stage]
         shares = self._shares(own)
-        gone = in_flight * size + repeats * repeated  # at the end of a step
+        gone = in_flight * size + repeated  # at the end of a step
         update = max(update_bytes(graph, share, self.slots) for share in shares) - gone
         made = OutputBytes()
         if self.outputs is not None and stage == last:
@@ -190,7 +204,8 @@ class StageCostModel:
             flops=sum(node.flops for node in nodes),
             forward_seconds=None if times is None else sum(f for f, _ in times),
             backward_seconds=None if times is None else sum(b for _, b in times),
-            recomputed_bytes=repeats * repeated,
+            recomputed_bytes=repeated,
+            repeated=share,
             working_bytes=max(
                 made.held + max(made.gradients + backward, made.loss), sent, update, made.end - gone
             ),
@@ -216,29 +231,39 @@ class StageCostModel:
         most = max(sum(here[w.id] - elsewhere[w.id] for w in share) for share in shares)
         return math.ceil(sum(elsewhere[w.id] for w in own) + most)
 
-    def _kept(self, nodes: Sequence[Node], *, again: bool) -> tuple[set[int], int, int]:
-        """Returns the tensors kept of a micro-batch, their bytes, and those that are made again."""
-        graph, rows = self.graph, self.rows
+    def _share(self, again: Sequence[Node]) -> float:
+        """The share of a forward pass that runs again."""
+        times = [node.flops if self.seconds is None else self.seconds[node.id][0] for node in again]
+        parts = [seconds * node.repeated for seconds, node in zip(times, again, strict=True)]
+        return min(1.0, sum(parts) / sum(times)) if sum(times) else 1.0
 
-        def size(tensors: set[int]) -> int:
-            return rows * sum(graph.tensors[t].bytes_per_sample for t in tensors)
-
+    def _kept(self, ids: Sequence[int], *, again: bool) -> tuple[set[int], int, int]:
+        """Returns the tensors kept of a micro-batch, their bytes, and those without recomputing."""
+        graph, nodes = self.graph, [self.graph.nodes[i] for i in ids]
         made = {tensor for node in nodes for tensor in node.outputs}
         given = {tensor for node in nodes for tensor in node.inputs} - made
-        read = kept = {graph.storage(tensor) for node in nodes for tensor in node.keeps}
-        if not again and self.config.flops_per_byte:
-            used = {graph.storage(tensor) for node in nodes for tensor in node.inputs}
-            nodes = [self.keeping.nodes[node.id] for node in nodes]
-            kept = {graph.storage(tensor) for node in nodes for tensor in node.keeps}
-            # Other stages keep what this one hands on; it cannot make its inputs again.
-            kept = (kept & (used | read)) | (read & {graph.storage(tensor) for tensor in given})
-        inside = math.ceil(rows * sum(node.residual_bytes for node in nodes))
-        if not again:
-            return kept, size(kept) + inside, 0
         inputs = {graph.storage(tensor) for tensor in given}
+        used = {graph.storage(tensor) for node in nodes for tensor in node.inputs}
+        read = {graph.storage(tensor) for node in nodes for tensor in node.keeps}
+
+        def of(keeping: LayerGraph) -> tuple[set[int], int]:
+            """Other stages keep what this one hands on; it cannot make its inputs again."""
+            own = [keeping.nodes[i] for i in ids]
+            kept = {graph.storage(tensor) for node in own for tensor in node.keeps}
+            kept = (kept & (used | read)) | (read & inputs)
+            inside = math.ceil(self.rows * sum(node.residual_bytes for node in own))
+            return kept, inside
+
+        def size(kept: set[int], inside: int) -> int:
+            return inside + self.rows * sum(graph.tensors[t].bytes_per_sample for t in kept)
+
+        usual = of(self.keeping)
+        if not again:
+            return usual[0], size(*usual), size(*usual)
+        kept, inside = of(self.repeating)
         received = (graph.tensors[t] for t in given)
         masks = sum(self.mask_bytes(one) for one in received if one.producer is not None)
-        return inputs, size(inputs) + masks, size(kept - inputs) + inside
+        return kept | inputs, size(kept | inputs, inside) + masks, size(*usual)
 
 
 # What grows with batches and messages.

@@ -11,7 +11,7 @@ import networkx as nx
 import tensorflow as tf
 
 from tarantella_pp.errors import TarantellaError
-from tarantella_pp.partition.graph.least_kept import MOST_FOR_CHEAP, least_kept
+from tarantella_pp.partition.graph.least_kept import FLOPS_PER_BYTE, least_kept
 from tarantella_pp.partition.graph.traced_costs import operations_of
 from tarantella_pp.runtime.stage.graph_functions import (
     SubgraphExtractor,
@@ -24,8 +24,6 @@ from tarantella_pp.runtime.stage.graph_functions import (
 _READS = ("ReadVariableOp", "Placeholder", "ResourceGather", "ResourceGatherNd")
 # Parts of the types of operations that take long; whatever a function calls counts as one.
 _PRODUCTS = ("MatMul", "Conv", "Einsum", "While", "Call")
-
-
 _WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 # Cheap enough to repeat in the backward pass when nothing but weights goes in.
 _REPEATABLE = {
@@ -52,6 +50,8 @@ class Trace:
     outputs: Sequence[tf.Tensor]  # what the forward pass hands on
     input_gradients: Sequence[tf.Tensor]  # gradients to hand back
     weight_gradients: Sequence[tf.Tensor]  # components of the gradients of the weights, flattened
+    # What a byte is worth that an operation would make again; see `least_kept`
+    flops_per_byte: Callable[[tf.Operation], float] = lambda op: 0.0
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class GraphSplit:
         return self.kept_for_b + self.kept_for_w
 
 
-def split_graph(trace: Trace, flops_per_byte: float = 0.0) -> GraphSplit:
+def split_graph(trace: Trace) -> GraphSplit:
     """Cuts a traced stage in three: F, B and W.
 
     Qi et al., "Zero Bubble Pipeline Parallelism", 2023. The backward parts repeat all that is not
-    worth its memory at `flops_per_byte` (see `least_kept`); at infinity all, from the inputs
-    (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). Random numbers come out
-    the same, because the state of their generators is kept.
+    worth its memory at the trace's `flops_per_byte`; at infinity all, part by part (Chen et al.,
+    "Training Deep Nets with Sublinear Memory Cost", 2016). Random numbers come out the same,
+    because the state of their generators is kept.
     """
     #   inputs -> F -> outputs
     #             |
@@ -93,7 +93,7 @@ def split_graph(trace: Trace, flops_per_byte: float = 0.0) -> GraphSplit:
     # `backward` is B and W in one, for schedules that do not part them: nothing is kept between.
     sides = _Sides.of(trace)
     only_on_weights = _only_on_weights(trace)
-    early, late, between = _kept(trace, sides, only_on_weights, flops_per_byte)
+    early, late, between = _kept(trace, sides, only_on_weights)
     for tensor in (*early, *late, *between):
         if tensor.dtype == tf.resource:
             raise CutError(f"{tensor.op.type} '{tensor.op.name}' cannot be kept between passes")
@@ -146,12 +146,12 @@ class _Sides:
 
 
 def _kept(
-    trace: Trace, sides: _Sides, only_on_weights: Holds, flops_per_byte: float
+    trace: Trace, sides: _Sides, only_on_weights: Holds
 ) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...], tuple[tf.Tensor, ...]]:
     """What is kept of a micro-batch: the three parts of `GraphSplit`."""
     gradients = [*trace.input_gradients, *trace.weight_gradients]
     read, _ = frontier(gradients, lambda t: t.op not in sides.after)
-    kept = _least(trace, read, only_on_weights, flops_per_byte)
+    kept, dear = _least(sides, read, only_on_weights, trace.flops_per_byte)
 
     _, run_by_b = frontier(
         [*trace.input_gradients, *_quick(trace, sides)], lambda t: t.op not in sides.after
@@ -162,10 +162,10 @@ def _kept(
         return tensor.op not in sides.after or tensor.op in of_b
 
     read_by_w, _ = frontier(trace.weight_gradients, is_older)
-    # B repeats dear operations once, for both.
-    cheap = flops_per_byte if flops_per_byte <= MOST_FOR_CHEAP else 0.0
     older = [tensor for tensor in read_by_w if tensor.op not in of_b]
-    for_w = _least(trace, older, only_on_weights, cheap)
+    # B repeats dear operations once, for both.
+    price = (lambda op: 0.0) if dear else trace.flops_per_byte
+    for_w, _ = _least(sides, older, only_on_weights, price)
     from_b = [tensor for tensor in read_by_w if tensor.op in of_b]
     # What both need waits for W, and B only looks at it.
     return (
@@ -176,15 +176,22 @@ def _kept(
 
 
 def _least(
-    trace: Trace, read: Sequence[tf.Tensor], only_on_weights: Holds, flops_per_byte: float
-) -> set[Any]:
-    """References of the tensors to keep so that those that are read are there again."""
+    sides: _Sides,
+    read: Sequence[tf.Tensor],
+    only_on_weights: Holds,
+    flops_per_byte: Callable[[tf.Operation], float],
+) -> tuple[set[Any], bool]:
+    """References of the tensors to keep so that others can be read; whether dear ones run again."""
     needed = [tensor.ref() for tensor in read if not only_on_weights(tensor.op)]
     _, above = frontier(read, lambda tensor: only_on_weights(tensor.op))
-    operations = [
-        one for op in above for one in operations_of(op, lambda t: t.ref(), only_on_weights)
+    parts = [
+        (one, flops_per_byte(op))
+        for op in sorted(above, key=sides.order.__getitem__)
+        for one in operations_of(op, lambda t: t.ref(), only_on_weights)
     ]
-    return least_kept(operations, needed, flops_per_byte)
+    operations, prices = [one for one, _ in parts], [price for _, price in parts]
+    found = least_kept(operations, needed, prices)
+    return found.values, any(prices[i] > FLOPS_PER_BYTE for i in found.again)
 
 
 def _quick(trace: Trace, sides: _Sides) -> list[tf.Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.partition.graph.traced_costs import bytes_of, memory_of
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, FlatGradients, specs_of
 from tarantella_pp.runtime.stage.graph_split import CutError, Trace, split_graph
@@ -22,12 +23,13 @@ class SplitBackward:
     """Traces a stage once, forward and backward, and cuts the graph into F, B and W."""
 
     def __init__(
-        self, module: StageModule, specs: Sequence[tf.TensorSpec], flops_per_byte: float = 0.0
+        self, module: StageModule, specs: Sequence[tf.TensorSpec], flops_per_byte: Sequence[float]
     ) -> None:
         self._module = module
+        self._flops_per_byte = flops_per_byte  # of each call
         self._gradients = FlatGradients([])
         trace = self._trace(specs)
-        self._cut = split_graph(trace, flops_per_byte)
+        self._cut = split_graph(trace)
         self._early, self._late = (
             ActivationStash(self._cut.kept_for_b),
             ActivationStash(self._cut.kept_for_w),
@@ -132,9 +134,16 @@ class SplitBackward:
     def _trace(self, specs: Sequence[tf.TensorSpec]) -> Trace:
         """Forward and gradients of one micro-batch, in one graph."""
         found: dict[str, Any] = {}
+        layer = self._module.layer
+        made: list[tuple[Call, int]] = []  # how many operations there are after each call
+
+        def count(call: Call, results: Sequence[Any]) -> None:
+            made.append((call, len(tf.compat.v1.get_default_graph().get_operations())))
 
         def whole(*inputs: tf.Tensor) -> list[tf.Tensor]:
+            layer.observe = count
             outputs, added = self._module.run(inputs, training=True)
+            layer.observe = None
             targets = self._module.targets(outputs, added)
             # Placeholders, for gradients come from other stages long after the forward pass.
             seeds = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in targets]
@@ -155,7 +164,22 @@ class SplitBackward:
             raise CutError(f"TensorFlow cannot differentiate the graph: {error}") from error
         gradients = self._gradients.tensors
         self._module.accumulator.prepare(self._gradients.rebuilt(gradients))
-        return Trace(function=function, weight_gradients=gradients, **found)
+        prices = self._prices(function.graph.get_operations(), made)
+        return Trace(function=function, weight_gradients=gradients, flops_per_byte=prices, **found)
+
+    def _prices(
+        self, operations: Sequence[tf.Operation], made: Sequence[tuple[Call, int]]
+    ) -> Callable[[tf.Operation], float]:
+        """What a byte is worth that an operation would make again."""
+        least = min(self._flops_per_byte)
+        own = dict(zip(map(id, self._module.layer.calls), self._flops_per_byte, strict=True))
+        begins = [0, *(end for _, end in made)]
+        prices = {
+            op: own[id(call)]
+            for begin, (call, end) in zip(begins, made, strict=False)
+            for op in operations[begin:end]
+        }
+        return lambda op: prices.get(op, least)
 
 
 @functools.cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -28,7 +27,7 @@ TrainingPass: TypeAlias = "SplitBackward | TapeBackward"
 class TrainingPasses:
     """One pass for the first shapes seen, fast for they are static, and one for all others."""
 
-    def __init__(self, module: StageModule, flops_per_byte: float) -> None:
+    def __init__(self, module: StageModule, flops_per_byte: Sequence[float]) -> None:
         self._module = module
         self._flops_per_byte = flops_per_byte
         self._known: dict[Shapes, TrainingPass] = {}
@@ -144,14 +143,12 @@ class Stage:
         self,
         boundary: StageBoundary,
         calls: Sequence[Call],
-        repeats: bool = False,
-        flops_per_byte: float = 0.0,
+        flops_per_byte: Sequence[float] | None = None,
     ) -> None:
         self.boundary = boundary
         self.module = StageModule(boundary, calls)
         self._first: list[tf.TensorSpec] = []
-        self._keeping = TrainingPasses(self.module, flops_per_byte)
-        self._repeating = TrainingPasses(self.module, math.inf) if repeats else None
+        self._passes = TrainingPasses(self.module, flops_per_byte or [0.0] * len(calls))
         self._running: dict[int, TrainingPass] = {}
         run = functools.partial(self.module.run, training=False)
         # As in Keras, predictions are traced apart: a layer may be another one by then.
@@ -161,19 +158,13 @@ class Stage:
     @property
     def fallback(self) -> str | None:
         """Why it could not be cut in three, if so."""
-        return next((passes.fallback for passes in self._used if passes.fallback), None)
+        return self._passes.fallback
 
     @property
     def residual_bytes(self) -> int | None:
         """Bytes kept of a micro-batch of the shapes seen first; `None` for loops and on tapes."""
-        found = self._used[0].general if self._used else None
+        found = self._passes.general
         return found.residual_bytes if isinstance(found, SplitBackward) else None
-
-    @property
-    def _used(self) -> list[TrainingPasses]:
-        """The kinds of passes that have run."""
-        kinds = (self._repeating, self._keeping)
-        return [kind for kind in kinds if kind is not None and kind.general is not None]
 
     def run_once(self, inputs: Sequence[tf.Tensor], share: float, training: bool) -> None:
         """Runs a micro-batch forward; only what layers write stays."""
@@ -184,13 +175,12 @@ class Stage:
             self.evaluate(inputs, share)
 
     def forward(
-        self, key: int, inputs: Sequence[tf.Tensor], share: float = 1.0, *, whole: bool = False
+        self, key: int, inputs: Sequence[tf.Tensor], share: float = 1.0
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in training mode and keeps what backward needs."""
         if not self._first:
             self._first = specs_of(inputs)
-        kind = self._keeping if whole or self._repeating is None else self._repeating
-        work = self._running[key] = kind.for_inputs(inputs, self._first)
+        work = self._running[key] = self._passes.for_inputs(inputs, self._first)
         with self._weighed(share, training=True):
             return work.forward(key, inputs)
 
@@ -221,15 +211,14 @@ class Stage:
         if all(coming) and not self.module.blocks:
             sums.reached = [True] * len(sums.weights)
             return [True] * len(self.boundary.input_gradients)
-        connected, sums.reached = self.module.connected(self._used[0].specs, coming)
+        connected, sums.reached = self.module.connected(self._passes.specs, coming)
         return connected
 
     def clear(self) -> None:
         """Forgets the micro-batches in flight and the gradients so far."""
         self._running.clear()
-        for passes in self._used:
-            for work in passes:
-                work.clear()
+        for work in self._passes:
+            work.clear()
         self.module.accumulator.reset()
         self.module.statistics.clear()
 

@@ -6,7 +6,12 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tarantella_pp.partition.graph.least_kept import MOST_FOR_CHEAP, Operation, least_kept
+from tarantella_pp.partition.graph.least_kept import (
+    FLOPS_PER_BYTE,
+    LARGE_PART,
+    Operation,
+    least_kept,
+)
 
 
 @st.composite
@@ -30,7 +35,7 @@ def price(operations, needed, kept, worth):
         if place not in again:
             again.add(place)
             todo += [value for value in operations[place].reads if value not in kept]
-    dear = [operations[place].dear and worth <= MOST_FOR_CHEAP for place in again]
+    dear = [operations[place].dear and worth <= FLOPS_PER_BYTE for place in again]
     flops = math.inf if any(dear) else sum(operations[place].flops for place in again)
     size = sum(operations[place].makes[0][1] for place in kept)
     if math.isinf(worth):
@@ -41,7 +46,7 @@ def price(operations, needed, kept, worth):
 @given(forward_passes(), st.sampled_from([0.0, 1.0, 20.0, 1000.0, math.inf]))
 def test_no_choice_is_cheaper(made, worth):
     operations, needed = made
-    kept = least_kept(operations, needed, worth)
+    kept = least_kept(operations, needed, [worth] * len(operations)).values
     if not worth:
         assert kept == needed
         return
@@ -49,3 +54,20 @@ def test_no_choice_is_cheaper(made, worth):
     choices = (set(c) for n in range(len(every) + 1) for c in itertools.combinations(every, n))
     cheapest = min(price(operations, needed, choice, worth) for choice in choices)
     assert math.isclose(price(operations, needed, kept, worth), cheapest)
+
+
+def test_long_chains_are_cut_part_by_part_and_each_operation_has_its_price():
+    """Products that take 200 FLOPs for each byte that they make."""
+    chain = [Operation((), ((0, 8.0),))]
+    chain += [Operation((i - 1,), ((i, 8.0),), 1600.0, True) for i in range(1, 4 * LARGE_PART)]
+    every, cheap = range(len(chain)), range(2 * LARGE_PART)
+    ends = {place * LARGE_PART - 1 for place in (1, 2, 3)}
+    rest = [math.inf] * len(cheap)
+    for worth, kept in (
+        ([math.inf] * len(chain), {0} | ends),
+        ([190.0] * len(chain), {*every}),
+        ([190.0] * len(cheap) + rest, {*cheap} | ends),
+    ):
+        found = least_kept(chain, every, worth)
+        assert found.values == kept
+        assert found.again == {*every} - kept

@@ -92,7 +92,7 @@ def traced_bytes(extracted, rows, flops_per_byte):
     """Bytes that a stage with the whole model really keeps of a micro-batch."""
     graph = extracted.graph
     (layout,) = stage_boundaries(graph, [0] * len(graph.nodes), 1)
-    stage = Stage(layout, extracted.calls, flops_per_byte=flops_per_byte)
+    stage = Stage(layout, extracted.calls, [flops_per_byte] * len(graph.nodes))
     tensors = [graph.tensors[port.tensor] for port in layout.inputs]
     stage.forward(0, [tf.ones((rows, *t.shape[1:]), t.dtype) for t in tensors])
     return stage.residual_bytes

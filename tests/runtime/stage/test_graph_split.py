@@ -10,7 +10,7 @@ from tarantella_pp.runtime.stage.graph_functions import ancestors
 from tarantella_pp.runtime.stage.graph_split import Trace, split_graph
 
 
-def traced(weights, biases=()):
+def traced(weights, biases=(), worth=0.0):
     """A chain of products, one for each weight, with its gradients."""
     found = {}
 
@@ -27,8 +27,9 @@ def traced(weights, biases=()):
     spec = tf.TensorSpec((3, 4), tf.float64)
     function = tf.function(run, input_signature=[spec], autograph=False).get_concrete_function()
     return Trace(
-        function, [found["x"]], [found["seed"]], [found["y"]], [found["back"]], found["gradients"]
-    )
+        function, [found["x"]], [found["seed"]], [found["y"]], [found["back"]], found["gradients"],
+        lambda op: worth,
+    )  # fmt: skip
 
 
 def new_weight(seed):
@@ -68,9 +69,10 @@ def test_sums_over_rows_come_with_input_gradients_and_only_operands_of_products_
 
 def test_operations_run_again_only_when_the_backward_pass_has_come_to_them():
     """Else a backward pass would have all of them in memory at a time."""
-    trace = traced([new_weight(i) for i in range(4)])
-    parts = split_graph(trace, FLOPS_PER_BYTE)
-    assert len(parts.residuals) < len(split_graph(trace).residuals)
+    weights = [new_weight(i) for i in range(4)]
+    trace = traced(weights, worth=FLOPS_PER_BYTE)
+    parts = split_graph(trace)
+    assert len(parts.residuals) < len(split_graph(traced(weights)).residuals)
     fed = [*trace.seeds, *parts.residuals]
     _, (back, *_) = operations_of(parts.backward, fed)
     again = [op for op in ancestors([back]) if op.type in ("Softplus", "Sigmoid")]

@@ -69,12 +69,12 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             group of the job. If no plan keeps that, a warning says by how much.
         batch_size: Batch size, of all replicas, to plan for. Default: 32, Keras' own. Training
             takes any for which no stage needs more than `memory_limit`.
-        recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch
-            and repeat its forward pass in the backward pass, which saves memory: `"all"` or their
-            numbers. A micro-batch whose backward pass comes next is not repeated (all of the last
-            stage under `1f1b`). Other stages repeat what costs little (Jain et al., "Checkmate",
-            2020); none does with `"none"`, which keeps all that gradients read. The numbers are
-            the same, bit for bit. Default: the stages that the limit needs, the fastest.
+        recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch, and
+            of long stages the tensors between their parts, and repeat the rest in the backward
+            pass, part by part: `"all"` or their numbers. Other stages repeat what costs little
+            (Jain et al., "Checkmate", 2020); none does with `"none"`, which keeps all that
+            gradients read. The numbers are the same, bit for bit. Default: as few operations as
+            the limit needs, chosen for each stage.
         plan: A `Plan` or the path of one, which says all but `check_replicas`.
         wire_dtype: `"bfloat16"` to halve what travels from rank to rank: floating point
             activations and gradients are rounded to its 8 bits of precision, and the numbers are

@@ -33,7 +33,7 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
     """Options of a plan, checked, with what its schedule says of them."""
 
     in_flight: tuple[int, ...]  # most micro-batches that each stage holds at a time
-    # Most micro-batches of which each stage, if it recomputes, holds what it made again
+    # For how many micro-batches each stage, if it recomputes, holds what it made again
     held_again: tuple[int, ...]
 
     @property
@@ -53,7 +53,7 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
         return free.recomputing(())
 
     def recomputing(self, worth: Sequence[float]) -> Settings:
-        """The same for stages that all recompute what is worth it; see `recompute_worth`."""
+        """The same with all stages recomputing at these prices; see `recompute_worth`."""
         every = tuple(range(self.num_stages))
         return msgspec.structs.replace(self, recompute=every, recompute_worth=tuple(worth))
 

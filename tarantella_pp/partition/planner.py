@@ -148,7 +148,7 @@ class Planner:
         return self._solved[key]
 
     def recomputing(self, options: Settings, worth: float | None) -> Settings:
-        """The same options with all stages making again what is worth that much.
+        """The same options with all stages recomputing at a price.
 
         `None` leaves the stages that do so as they are; loops never run again.
         """

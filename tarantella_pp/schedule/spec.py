@@ -110,7 +110,7 @@ class ScheduleSpec:
         return self.make(num_micro_batches).held
 
     def held_again(self, num_micro_batches: int) -> tuple[int, ...]:
-        """Returns the most micro-batches of which stages hold what they repeated."""
+        """Returns for how many micro-batches stages hold what they repeated, at the most."""
         if self.custom is None and self.name == SEARCHED:
             return self.in_flight(num_micro_batches)
         return self.make(num_micro_batches).held_again()

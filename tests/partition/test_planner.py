@@ -77,7 +77,7 @@ def test_a_recomputing_stage_keeps_its_inputs_and_makes_the_rest_again():
 def test_loops_are_kept_where_the_rest_is_made_again():
     plan = tnt.make_plan(models.attention_kwargs(), 2, recompute=[1])
     names = dict(zip(plan.node_names, plan.recompute_worth, strict=True))
-    assert {name for name, worth in names.items() if not worth > 1e9} == {"lstm"}
+    assert [name[:4] for name, worth in names.items() if worth < 1e9] == ["lstm"]
 
 
 def test_memory_counts_micro_batches_in_flight():

@@ -217,7 +217,7 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
                 add(node, one._replace(reads=named, makes=makes))
             rest = dict.fromkeys(map(self.storage, node.outputs))
             makes = tuple((t, self._bytes(t)) for t in rest if t not in made)
-            flops, wanted = 0.0, node.needed  # what is left comes as it is
+            flops, wanted = 0.0, node.needed  # the rest comes as it is
             if not node.operations:
                 wanted = node.keeps
             if not node.operations and (node.residual_bytes or not node.needed):  # nobody saw how

@@ -35,7 +35,7 @@ class Operation(NamedTuple):
 
 
 class LeastKept(NamedTuple):
-    """What is kept of a forward pass, and what runs again."""
+    """The values that are kept of a forward pass, and the operations that run again."""
 
     values: set[Hashable]
     again: set[int]  # places of operations
@@ -49,7 +49,7 @@ def least_kept(
     An operation runs again where that takes fewer than its `flops_per_byte` for each byte that need
     not be kept; one with 0 never does, and with infinity it costs nothing. Operations are in the
     order in which they run; values that none of them makes are there anyway. Long lists are cut at
-    narrow places, such as between two blocks of a transformer; what is there is kept, so that a
+    narrow places, such as between two blocks of a transformer; the values there are kept, so that a
     backward pass repeats one part at a time.
     """
     if not any(flops_per_byte):
@@ -58,7 +58,7 @@ def least_kept(
     wanted, found = set(needed), LeastKept(set(), set())
     for begin, end, crossing in _parts(operations):
         prices = flops_per_byte[begin:end]
-        # What is dear is not repeated for what only later parts need.
+        # Dear operations are not repeated for what only later parts need.
         there = crossing if max(prices) > FLOPS_PER_BYTE else set()
         # Numbers instead of names, so that parts that are alike are cut once.
         names: dict[Hashable, int] = {}

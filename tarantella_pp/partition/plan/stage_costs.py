@@ -176,8 +176,9 @@ class StageCostModel:
         backward, repeated, share = backward_bytes(self.keeping, usual, rows), 0, 0.0
         if repeats:
             again = [self.repeating.nodes[i] for i in ids]
-            more = backward_bytes(self.keeping, usual, rows, again)
-            # Until their W is done, too, of those whose B is.
+            # What runs again for later operations is there for its own gradient, too: nothing of it
+            # is made a third time. Until their W is done it is there of those whose B is.
+            more = backward_bytes(graph, nodes, rows, again)
             repeated = max(0, more - backward) + (repeats - 1) * max(0, whole - size)
             share = self._share(again)
         backward += returned

@@ -131,6 +131,8 @@ class _Sides:
     after: set[tf.Operation]  # all operations that depend on the seeds
     b_ops: set[tf.Operation]  # what input gradients need
     w_ops: set[tf.Operation]  # what weight gradients need besides
+    # What several gradients need: the others wait for the rest before it goes on
+    shared: set[tf.Operation]
 
     @classmethod
     def of(cls, trace: Trace) -> _Sides:
@@ -142,7 +144,14 @@ class _Sides:
         for op in b_ops | w_ops:
             if has_effect(op):
                 raise CutError(f"the backward pass has a side effect: {op.type} '{op.name}'")
-        return cls({op: place for place, op in enumerate(operations)}, after, b_ops, w_ops)
+        order = {op: place for place, op in enumerate(operations)}
+        reached = {g.op: 1 << place for place, g in enumerate(trace.weight_gradients)}
+        for op in sorted(w_ops, key=order.__getitem__, reverse=True):
+            readers = {reader for tensor in op.outputs for reader in tensor.consumers()}
+            for reader in readers:
+                reached[op] = reached.get(op, 0) | reached.get(reader, 0)
+        shared = {op for op in w_ops if reached.get(op, 0).bit_count() > 1}
+        return cls(order, after, b_ops, w_ops, b_ops | shared)
 
 
 def _kept(
@@ -239,18 +248,18 @@ def _waits(
 
 
 def _weights_first(sides: _Sides) -> dict[tf.Operation, list[tf.Operation]]:
-    """The weight gradients that operations of the input gradients wait for.
+    """The weight gradients that operations which several gradients need wait for.
 
     What follows from the same gradient cannot be needed for them, so nothing waits for itself.
     """
-    b_ops, order = sides.b_ops, sides.order
+    shared, order = sides.shared, sides.order
     latest: dict[tf.Operation, tf.Operation] = {}
     first: dict[tf.Operation, list[tf.Operation]] = {}
-    for op in sorted(sides.w_ops, key=order.__getitem__):
-        above = [latest.get(t.op, t.op) for t in op.inputs if t.op in latest or t.op in b_ops]
+    for op in sorted(sides.w_ops - shared, key=order.__getitem__):
+        above = [latest.get(t.op, t.op) for t in op.inputs if t.op in latest or t.op in shared]
         if above:
             latest[op] = max(above, key=order.__getitem__)
-            for reader in {r for t in latest[op].outputs for r in t.consumers()} & b_ops:
+            for reader in {r for t in latest[op].outputs for r in t.consumers()} & shared:
                 first.setdefault(reader, []).append(op)
     return first
 

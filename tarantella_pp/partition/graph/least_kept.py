@@ -20,9 +20,10 @@ FLOPS_PER_BYTE = 110.0
 
 Where it is worth no more, nothing dear is run again.
 """
-# Operations from which on a part of a graph may end where it is narrow: what has to be kept is
-# found for each part. What else is there at such a place is this share of the largest, at the most.
-LARGE_PART, NARROW = 150, 0.01
+# Operations, but for views, from which on a part of a graph may end where it is narrow: about a
+# block of a transformer. What has to be kept is found for each part. Besides the largest value this
+# share of it may be there, at the most.
+LARGE_PART, NARROW = 75, 0.01
 
 
 class Operation(NamedTuple):
@@ -90,17 +91,18 @@ def _parts(operations: Sequence[Operation]) -> Iterator[tuple[int, int, set[Hash
     """Yields where parts begin and end, and the values that later ones read."""
     last = {value: place for place, one in enumerate(operations) for value in one.reads}
     there: dict[Hashable, float] = {}
-    begin = 0
+    begin = length = 0
     for place, one in enumerate(operations):
+        length += one.flops > 0
         there |= dict(one.makes)
         for value in (*one.reads, *(value for value, _ in one.makes)):
             if last.get(value, -1) <= place:
                 there.pop(value, None)
-        if place + 1 - begin >= LARGE_PART:
+        if length >= LARGE_PART:
             largest = max(there.values(), default=0.0)
             if sum(there.values()) <= (1 + NARROW) * largest:
                 yield begin, place + 1, set(there)
-                begin = place + 1
+                begin, length = place + 1, 0
     if begin < len(operations):
         yield begin, len(operations), set()
 

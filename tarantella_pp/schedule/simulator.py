@@ -166,7 +166,6 @@ class StageCosts:
     full_backward: float | None = None
     activation_bytes: float = 0.0
     static_bytes: float = 0.0
-    repeated: float = 0.0
 
     def __post_init__(self) -> None:
         for option, value in vars(self).items():

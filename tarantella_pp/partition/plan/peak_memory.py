@@ -74,11 +74,12 @@ def backward_bytes(
     """
     flows = [graph.flows[node.id] for node in nodes]
     users = Counter(tensor for flow in flows for tensor in flow.kept)
-    missing = _Missing(graph, nodes, recomputing)
+    missing = _Missing(graph, nodes, recomputing) if recomputing else None
     gradients: set[int] = set()
     now = most = 0.0
     for node, (kept, made, given, outputs) in zip(reversed(nodes), reversed(flows), strict=True):
-        now += rows * missing.made_for(node)
+        if missing is not None:
+            now += rows * missing.made_for(node)
         now += rows * sum(size for tensor, size in made.items() if tensor not in gradients)
         gradients.update(made)
         inside = rows * node.residual_bytes
@@ -108,13 +109,13 @@ class _Missing:
         needed = {graph.storage(t) for node in nodes for t in node.keeps}
         made = {graph.storage(t): node for node in nodes for t in node.outputs}
         # Without its inputs a stage makes nothing again.
-        self._makers = {t: node for t, node in made.items() if recomputing and t not in there}
+        self._makers = {t: node for t, node in made.items() if t not in there}
         self._sizes = {
             t: graph.tensors[t].bytes_per_sample if t in needed else 0 for t in self._makers
         }
         self._inside = {
             usual.id: max(0.0, usual.residual_bytes - one.residual_bytes)
-            for usual, one in zip(nodes, recomputing, strict=bool(recomputing))
+            for usual, one in zip(nodes, recomputing, strict=True)
         }
 
     def made_for(self, node: Node) -> float:

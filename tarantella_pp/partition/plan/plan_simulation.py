@@ -205,7 +205,6 @@ class PlanSimulation:
             input_gradient=once + again + apart * back,
             weight_gradient=once + summed + apart * weights,
             full_backward=once + again + summed + back + weights,
-            repeated=again,
             **sizes,
         )
 

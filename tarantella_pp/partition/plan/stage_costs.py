@@ -172,15 +172,12 @@ class StageCostModel:
         received, sent, returned = message_bytes(
             cuts, stage, in_flight, names, self.config.sent, window
         )
-        usual = [self.keeping.nodes[i] for i in ids]
-        backward, repeated, share = backward_bytes(self.keeping, usual, rows), 0, 0.0
+        backward = backward_bytes(self.keeping, [self.keeping.nodes[i] for i in ids], rows)
+        repeated, share = 0, 0.0
         if repeats:
-            again = [self.repeating.nodes[i] for i in ids]
-            # What runs again for later operations is there for its own gradient, too: nothing of it
-            # is made a third time. Until their W is done it is there of those whose B is.
-            more = backward_bytes(graph, nodes, rows, again)
-            repeated = max(0, more - backward) + (repeats - 1) * max(0, whole - size)
-            share = self._share(again)
+            repeated, share = self._repeated(nodes, backward)
+            # Until their W is done it is there of those whose B is.
+            repeated += (repeats - 1) * max(0, whole - size)
         backward += returned
         own = [weight for weight in weights if users[weight.id][0] == stage]
         shares = self._shares(own)
@@ -232,11 +229,16 @@ class StageCostModel:
         most = max(sum(here[w.id] - elsewhere[w.id] for w in share) for share in shares)
         return math.ceil(sum(elsewhere[w.id] for w in own) + most)
 
-    def _share(self, again: Sequence[Node]) -> float:
-        """The share of a forward pass that runs again."""
+    def _repeated(self, nodes: Sequence[Node], backward: int) -> tuple[int, float]:
+        """Returns bytes that recomputing adds to a backward pass, and its share of the forward."""
+        again = [self.repeating.nodes[node.id] for node in nodes]
+        # What runs again for later operations is there for its own gradient, too: nothing of it is
+        # made a third time.
+        more = backward_bytes(self.graph, nodes, self.rows, again)
         times = [node.flops if self.seconds is None else self.seconds[node.id][0] for node in again]
         parts = [seconds * node.repeated for seconds, node in zip(times, again, strict=True)]
-        return min(1.0, sum(parts) / sum(times)) if sum(times) else 1.0
+        share = min(1.0, sum(parts) / sum(times)) if sum(times) else 1.0
+        return max(0, more - backward), share
 
     def _kept(self, ids: Sequence[int], *, again: bool) -> tuple[set[int], int, int]:
         """Returns the tensors kept of a micro-batch, their bytes, and those without recomputing."""

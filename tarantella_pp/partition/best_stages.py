@@ -39,8 +39,11 @@ class Solution:
     certificate: Certificate  # how good the plan is known to be
 
 
-def sums_of(costs: StageCostModel, options: Settings) -> Prices:
-    """Returns what stages cost by their sums alone: state and kept activations, or time."""
+def sums_of(costs: StageCostModel, options: Settings, *, likely: bool = False) -> Prices:
+    """Returns what stages cost by their sums alone: state and kept activations, or time.
+
+    They cost that at the least; `likely` is about what they need where all of them recompute.
+    """
     count, alike, none = options.num_stages, TOLERANCE / 4, np.zeros(len(costs.graph.nodes))
     once, each, times = costs.flops(), none, np.ones(count)
     recomputes = np.isin(np.arange(count), options.recompute)
@@ -54,13 +57,26 @@ def sums_of(costs: StageCostModel, options: Settings) -> Prices:
         every = bool(recomputes.all())
         once, each = state_sums(costs), activation_sums(costs, again=every)
         times = np.array(options.in_flight, float) * (every | ~recomputes)
+        if likely:
+            # What is made again is there until its W is done.
+            little, each = each.sum(), activation_sums(costs, again=False)
+            held = np.array(options.held_again) - 1.0
+            times = held + (times - held) * little / max(1.0, each.sum())
     return Prices(once, each, times, wires=wires(costs), alike=alike)
 
 
 def best_solution(
-    costs: StageCostModel, options: Settings, blocks: Blocks | None = None, *, whole: bool = True
+    costs: StageCostModel,
+    options: Settings,
+    blocks: Blocks | None = None,
+    *,
+    whole: bool = True,
+    by_sums: bool = False,
 ) -> Solution:
-    """Finds the stages whose dearest costs the least; not `whole`, memory counts by its sums."""
+    """Finds the stages whose dearest costs the least.
+
+    Not `whole`, memory counts by its sums; `by_sums`, it does so for limits, too.
+    """
     begun = time.perf_counter()
     blocks = Blocks.of(costs.graph) if blocks is None else blocks
     if len(blocks) < options.num_stages:
@@ -68,8 +84,7 @@ def best_solution(
             f"No plan has a node on each of {options.num_stages} stages: only {len(blocks)} groups "
             f"of nodes can be told apart. Ask for fewer stages.{_shared(costs.graph)}"
         )
-    whole = options.weighs_stages and (whole or bool(options.repeats))
-    problem = _Problem(costs, options, whole)
+    problem = _Problem(costs, options, options.weighs_stages and whole, by_sums)
     best, cut = problem.within_limits(blocks)
     bound, method = cut.bound, cut.method
     if options.ranks:
@@ -102,11 +117,12 @@ class _Problem:
     costs: StageCostModel
     options: Settings
     whole: bool  # whether memory counts stage by stage, with what there is for a moment
+    by_sums: bool = False  # whether no stage is priced before all of them are found
 
     @cached_property
     def sums(self) -> Prices:
         """What adds up over operations."""
-        return sums_of(self.costs, self.options)
+        return sums_of(self.costs, self.options, likely=self.by_sums)
 
     @cached_property
     def memory(self) -> _Problem:
@@ -128,8 +144,7 @@ class _Problem:
             if found:
                 best = found[0] if len(found) == 1 else min(found, key=self.value)
                 return best, replace(cut, bound=bound)
-            above = self.excess(cut.assignments[0])
-            limits = tuple(max(1.0, most - above) for most in limits or ())
+            limits = self._lowered(limits or (), cut.assignments[0])
         if not self.whole and blocks.ideals is None:
             # What needs the least memory may lie on none of the lines that were tried.
             best, cut = self.memory.within_limits(blocks)
@@ -145,7 +160,7 @@ class _Problem:
         sums = self.sums
         if limits is not None:
             sums = replace(sums, limits=(self.memory.sums, limits))
-        elif not self.whole:
+        if self.by_sums or (limits is None and not self.whole):
             return sums
         memory = StageMemory(self.costs, self.options, limits)
         if self.whole:
@@ -156,6 +171,17 @@ class _Problem:
             return 0.0 if usual < math.inf else usual, 0.0 if least < math.inf else least
 
         return replace(sums, price=kept)
+
+    def _lowered(self, limits: Sequence[float], assignment: Assignment) -> tuple[float, ...]:
+        """Limits to try next, where these stages do not keep the ones of the options."""
+        if not self.by_sums:
+            above = self.excess(assignment)
+            return tuple(max(1.0, most - above) for most in limits)
+        # What a stage has besides its sums hardly depends on where it begins and ends.
+        memory, sizes = self.memory.sums, [one.memory_bytes for one in self._stages(assignment)]
+        counted = summed(assignment, memory.once) + memory.times * summed(assignment, memory.each)
+        lowered = np.array(self.options.limits) - (sizes - counted)
+        return tuple(np.minimum(limits, lowered).tolist())
 
     def excess(self, assignment: Sequence[int]) -> float:
         """Bytes of the stage that is most above its limit; 0 or less where all keep it."""

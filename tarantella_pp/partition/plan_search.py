@@ -127,7 +127,10 @@ class PlanSearch:
             return [candidate.timed]
         count = candidate.options.num_micro_batches
         found, options = self.of_count(count), self.options(num_micro_batches=count)
-        if found or self.planner.least_memory(options) > max(options.limits or (0,)):
+        # No stages are faster under a limit than without, whatever they recompute.
+        if found and (1 - WORTHWHILE) * found[0][0] <= candidate.timed[0]:
+            return found
+        if self.planner.least_memory(options) > max(options.limits or (0,)):
             return found
         for worth in self._worths:
             if time.thread_time() > deadline or (found and self._is_slow):
@@ -194,8 +197,9 @@ class PlanSearch:
         """Makes a plan, if there is one: a limit may be in the way."""
         options = self.options(**changes)
         try:
-            solution = self.planner.solve(options, roughly=self.roughly)
-            if "worth" in changes:
+            by_sums = "worth" in changes
+            solution = self.planner.solve(options, roughly=self.roughly, by_sums=by_sums)
+            if by_sums:
                 options = self.planner.refined(solution, options)
             return [self.written(solution, options)]
         except PlanError:

@@ -126,7 +126,7 @@ class Planner:
         """Makes the plan that is best for these options, or comes with a bound of the best."""
         return self.write(self.solve(options), options)
 
-    def solve(self, options: Settings, *, roughly: bool = False) -> Solution:
+    def solve(self, options: Settings, *, roughly: bool = False, by_sums: bool = False) -> Solution:
         """Finds the best stages for these options, once; raises what `plan` does."""
         if options.balance == "time" and self.profile is None:
             raise ConfigurationError(
@@ -140,11 +140,13 @@ class Planner:
                 )
             return given_solution(self.costs(options), options, self.assignment)
         self.check_stages(options.num_stages)
-        whole = options.weighs_stages and not roughly
-        key = (*options.problem_key, whole)
+        # To price every stage that recomputes takes minutes; what adds up is known at once.
+        whole = options.weighs_stages and not by_sums and (not roughly or bool(options.repeats))
+        key = (*options.problem_key, whole, by_sums)
         if key not in self._solved:
-            costs = self.costs(options)
-            self._solved[key] = best_solution(costs, options, self.blocks, whole=whole)
+            self._solved[key] = best_solution(
+                self.costs(options), options, self.blocks, whole=whole, by_sums=by_sums
+            )
         return self._solved[key]
 
     def recomputing(self, options: Settings, worth: float | None) -> Settings:

@@ -105,6 +105,21 @@ def test_under_a_limit_no_recomputing_of_whole_stages_is_faster(num_stages, shar
     assert seconds(plan) <= min(map(seconds, found))
 
 
+def test_under_a_limit_stages_recompute_where_less_memory_by_other_stages_is_slower():
+    x = inputs = keras.Input((32, 64))
+    for _ in range(24):
+        y = layers.Dense(256, activation="gelu")(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Dense(64)(y)])
+    model = keras.Model(inputs, x)
+    given = {"batch_size": 256, "num_micro_batches": 8, "machine": SLOW}
+    limit = int(0.7 * largest(make_plan(model, 4, **given)))
+    found = make_plan(model, 4, **given, memory_limit=limit)
+    others = make_plan(model, 4, **given, memory_limit=limit, recompute=[])
+    assert found.recompute
+    assert largest(found) <= limit
+    assert seconds(found) < 0.95 * seconds(others)
+
+
 def test_under_a_limit_ranks_may_hold_less_of_two_stages():
     model = tower(16, activation="gelu")
     machine = HardwareSpec(1e9, action_seconds=0.0)
@@ -326,7 +341,7 @@ def test_a_plan_that_does_not_fit_gives_way_to_one_that_does(monkeypatch):
 
 
 def test_where_no_plan_fits_a_warning_has_both_numbers_and_what_would(monkeypatch):
-    told = r"would need .*memory of this machine is 1\.00 KiB\. .*The smallest that works is"
+    told = r"would need .*memory of this machine is 1\.00 KiB\. .*The smallest found to work is"
     with pytest.warns(UserWarning, match=told):
         plan = planned(monkeypatch, 1024)
     assert plan.assignment == planned(monkeypatch, 1 << 60).assignment

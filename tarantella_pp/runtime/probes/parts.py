@@ -31,9 +31,10 @@ ALL = frozenset((ROWS, SAME, MEAN, SUM))
 # How far numbers may be apart, relative to the largest, that are computed in the same way.
 TOLERANCES = {tf.float64: 1e-10, tf.float32: 1e-5, tf.bfloat16: 2e-2, tf.float16: 2e-2}
 # Bytes of weights, and of all tensors of a trial, up to which it takes twice of that for float64.
-_MOST_COPIED, _MOST_COMPUTED = 64 << 20, 512 << 20
-# Samples of a trial, unless it is known that they are more.
-_FEW = 48
+# Trials that would be larger have fewer samples, too.
+_MOST_COPIED, _MOST_COMPUTED = 64 << 20, 256 << 20
+# Samples of a trial, unless it is known that they are more, and of the largest trials.
+_FEW, _FEWEST = 48, 3
 # How much farther apart numbers may be that were computed in other shapes, and how far at most.
 _SHAPES, _COARSEST = 30, 0.1
 # Units of rounding of the value itself that count as no difference.
@@ -137,6 +138,13 @@ class Samples:
 def _rows_of(tensor: tf.Tensor, rows: slice, count: int) -> tf.Tensor:
     times = tensor.shape[0] // count
     return tensor[rows.start * times : rows.stop * times]
+
+
+def most_samples(function: Any) -> int:
+    """How many samples a trial of a traced function can have in the memory that it may take."""
+    made = [tensor for op in function.graph.get_operations() for tensor in op.outputs]
+    for_each = sum(_bytes(tensor, 2) - _bytes(tensor, 1) for tensor in made)
+    return max(_FEWEST, _MOST_COMPUTED // max(1, for_each))
 
 
 def _only(samples: Samples, rows: slice) -> list[tf.Tensor]:

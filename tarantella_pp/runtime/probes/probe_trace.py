@@ -34,6 +34,7 @@ from tarantella_pp.runtime.probes.parts import (
     Samples,
     array_of,
     kinds_of,
+    most_samples,
     rows_read,
     tensor_of,
 )
@@ -108,13 +109,15 @@ class ProbeTrace:
         self.function = traced.get_concrete_function()
         self._feeds = self.function.inputs[: len(specs) + 2]
         self._samples = [t for t in self._feeds[2:] if t.shape.rank and t.shape[0] is None]
+        self.most_samples = most_samples(self.function)  # of a trial with gradients
+        self._tried = min(rows, self.most_samples)
 
     def _probe(self, disturbed: float = 0.0) -> PartsProbe:
         if disturbed not in self._probes:
             self._probes[disturbed] = PartsProbe(
                 self.function, self._feeds, [tensor for part in self._parts for tensor in part],
-                rows=self._rows, disturbed=disturbed,
-                read=functools.partial(self._in_short, sum(map(len, self._parts[:3]))),
+                rows=self._tried, disturbed=disturbed,
+                read=self._shortened(sum(map(len, self._parts[:3]))),
             )  # fmt: skip
         return self._probes[disturbed]
 
@@ -200,10 +203,10 @@ class ProbeTrace:
         if not sums:
             return sums is None
         inputs = self._placed(samples, 0, np.zeros(len(self.added_by)))
-        made = PartsProbe(self.function, self._feeds, sums, rows=self._rows).run(inputs)
+        made = PartsProbe(self.function, self._feeds, sums, rows=self._tried).run(inputs)
         fetches, feeds = [*outputs, *given, *raw, *places], [*self._feeds, *sums]
-        read = functools.partial(self._in_short, len(outputs) + len(given))
-        probe = PartsProbe(self.function, feeds, fetches, rows=self._rows, read=read)
+        read = self._shortened(len(outputs) + len(given))
+        probe = PartsProbe(self.function, feeds, fetches, rows=self._tried, read=read)
         pairs = list(zip(sums, made.values, strict=True))
         moved = [[*inputs, *(_moved(*pair, by) for pair in pairs)] for by in _MOVES]
         honest, *others = [probe.run(tensors).values for tensors in moved]
@@ -221,9 +224,8 @@ class ProbeTrace:
     def outputs(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The stage's outputs for some inputs, as it hands them on."""
         outputs, boundary = self._parts[0], self._module.boundary
-        probe = self._probes.get(0.0) or PartsProbe(
-            self.function, self._feeds, outputs, rows=self._rows
-        )
+        known = self._probes.get(0.0) if self._rows <= self.most_samples else None
+        probe = known or PartsProbe(self.function, self._feeds, outputs, rows=self._rows)
         given = self._placed(Samples(self._rows, inputs), 0, np.zeros(len(self.added_by)))
         pairs = zip(outputs, probe.run(given).values, strict=False)
         made = [tensor_of(value, output.dtype) for output, value in pairs]
@@ -283,30 +285,14 @@ class ProbeTrace:
         captures = self.function.graph.captures
         return {handle.ref() for outer, handle in captures if id(outer) in outside}
 
-    @np.errstate(all="ignore")  # gradients of made-up samples may be no numbers
-    def _in_short(self, first: int, found: Sequence[tf.Tensor]) -> list[Array]:
-        """What a trial gives, but of gradients, which may be large, a product and the length."""
-        last = first + len(self.weights)
-        places = list(map(array_of, found[last:]))
-        lookups, products, lengths = iter(places), [], []
-        pairs = zip(self.weights, self._counts, found[first:last], strict=True)
-        for weight, count, tensor in pairs:
-            array = tensor.numpy()
-            array = array.astype(np.promote_types(array.dtype, np.float32), copy=False).real
-            shape = tuple(weight.shape) or (1,)
-            values = array.reshape(-1, math.prod(shape[1:]))
-            left = self._directions(shape[0], 1.3, 0.5, values.dtype)
-            if count:  # of slices
-                left = left[np.concatenate([next(lookups).ravel() for _ in range(count)])]
-            right = self._directions(values.shape[1], 1.7, 1.0, values.dtype)
-            products.append(left @ (values @ right))
-            lengths.append(np.linalg.norm(values))
-        in_short = [np.array(numbers, np.float64) for numbers in (products, lengths)]
-        return [*map(array_of, found[:first]), *in_short, *places]
+    def _shortened(self, first: int) -> Callable[[Sequence[tf.Tensor]], list[Array]]:
+        """Reads what a trial gives; knows nothing of this trace, which goes when it is let go."""
+        shapes = [tuple(weight.shape) or (1,) for weight in self.weights]
+        return functools.partial(_in_short, first, shapes, self._counts, self._directions)
 
     def first_call(self, samples: Samples, sizes: Sequence[int] = (1, 2)) -> Call | None:
         """The first of the stage's calls whose result for some samples changes with others."""
-        probe = PartsProbe(self.function, self._feeds[2:], self._results(), rows=self._rows)
+        probe = PartsProbe(self.function, self._feeds[2:], self._results(), rows=self._tried)
         found = probe.compare(samples, sizes)
         places = itertools.count()
         kinds = [(call, [found.kinds(next(places)) for _ in own]) for call, own in self._made]
@@ -449,6 +435,32 @@ def _pattern(tensor: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
     wave = tf.cos(1.7 * tf.cast(tf.range(begin, begin + size), tf.float64) + 1.0)
     wave *= tf.cast(tf.unstack(shape)[0] % samples == 0, tf.float64)
     return tf.reshape(tf.cast(wave, tensor.dtype), shape)
+
+
+@np.errstate(all="ignore")  # gradients of made-up samples may be no numbers
+def _in_short(
+    first: int,
+    shapes: Sequence[tuple[int, ...]],
+    counts: Sequence[int],
+    directions: Callable[..., Array],
+    found: Sequence[tf.Tensor],
+) -> list[Array]:
+    """What a trial gives, but of gradients, which may be large, a product and the length."""
+    last = first + len(shapes)
+    places = list(map(array_of, found[last:]))
+    lookups, products, lengths = iter(places), [], []
+    for shape, count, tensor in zip(shapes, counts, found[first:last], strict=True):
+        array = tensor.numpy()
+        array = array.astype(np.promote_types(array.dtype, np.float32), copy=False).real
+        values = array.reshape(-1, math.prod(shape[1:]))
+        left = directions(shape[0], 1.3, 0.5, values.dtype)
+        if count:  # of slices
+            left = left[np.concatenate([next(lookups).ravel() for _ in range(count)])]
+        right = directions(values.shape[1], 1.7, 1.0, values.dtype)
+        products.append(left @ (values @ right))
+        lengths.append(np.linalg.norm(values))
+    in_short = [np.array(numbers, np.float64) for numbers in (products, lengths)]
+    return [*map(array_of, found[:first]), *in_short, *places]
 
 
 def _direction(size: int, pace: float, start: float, dtype: np.dtype[Any]) -> Array:

@@ -84,6 +84,7 @@ class StageProbe:
             self._find_late(trace, num_micro_batches)
         if num_micro_batches > 1:
             samples = self._enough(rows, first, following())
+            samples = samples.of(slice(0, min(samples.rows, trace.most_samples)))
             self._refuse_sizes(trace, training, rows, first)
             try:
                 self._refuse_coupled(trace, training, samples, rows)

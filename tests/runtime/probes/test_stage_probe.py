@@ -1,8 +1,10 @@
 """What mixes samples, writes its state or draws random numbers of no one is refused by name."""
 
 import functools
+import gc
 import operator
 import random
+import weakref
 
 import keras
 import numpy as np
@@ -576,6 +578,31 @@ def test_half_precision_is_tried_in_single_precision_where_weights_are_large(mon
         piped(between(Experts())).train_on_batch(X, Y)
         with pytest.raises(UnsupportedModelError, match=r"'odd'.*mixes samples"):
             piped(between(slightly)).train_on_batch(X, Y)
+
+
+def test_large_trials_have_few_samples_and_leave_nothing(monkeypatch):
+    monkeypatch.setattr(parts, "_MOST_COMPUTED", 0)
+    traces, tried = [], []
+    kept = ProbeTrace.compare
+
+    def compare(trace, samples, *args, **options):
+        tried.append(samples.rows)
+        traces.append(weakref.ref(trace))
+        return kept(trace, samples, *args, **options)
+
+    monkeypatch.setattr(ProbeTrace, "compare", compare)
+    slightly = Own(lambda layer, x, _: x - 1e-3 * layer.gain * ops.mean(x, axis=0))
+    gc.disable()
+    try:
+        found = [trained(model) for model in (piped(between()), compiled(between()))]
+        assert distance(*found) < 1e-13
+        assert set(tried) == {3}
+        assert not any(trace() for trace in traces)
+    finally:
+        gc.enable()
+    for rows in (3, 12):
+        with pytest.raises(UnsupportedModelError, match=r"'odd'.*mixes samples"):
+            piped(between(slightly)).train_on_batch(TWELVE[:rows], TWELVE[:rows])
 
 
 def test_seeds_of_the_layers_own_do_not_depend_on_the_stages_and_trying_out_moves_none():

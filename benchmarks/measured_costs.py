@@ -48,11 +48,11 @@ def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
     receive = _median(taking)
     links = {pair: LinkCosts(0.0, max(0.0, _median(s) - receive)) for pair, s in coming.items()}
     others = _median([link.latency for link in links.values()])
-    kinds: tuple[Kind, ...] = ("F", "B", "W", "BW")
+    kinds: tuple[Kind, ...] = ("F", "B", "W", "BW", "R")
     stages = []
     for stage in range(steps[0].schedule.num_stages):
-        forward, inputs, weights, both = (_median(usual[stage, kind]) for kind in kinds)
-        stages.append(StageCosts(forward, inputs, weights, both or None))
+        forward, inputs, weights, both, again = (_median(usual[stage, kind]) for kind in kinds)
+        stages.append(StageCosts(forward, inputs, weights, both or None, again))
     return Costs(
         tuple(stages),
         links,
@@ -68,12 +68,15 @@ def simulated(steps: Sequence[RecordedStep]) -> StepTimeline:
 
 
 def _computations(step: RecordedStep) -> Mapping[tuple[int, Kind], Sequence[float]]:
-    """The seconds of each kind of computation of each stage."""
+    """The seconds of each kind of computation of each stage; a backward pass with its R."""
     found: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    again: dict[Compute, float] = {}
     for spans in step.spans:
         for what, start, end in spans:
             if isinstance(what, Compute):
-                found[what.stage, what.kind].append(end - start)
+                early = again.get(what._replace(kind="R"), 0.0) if what.kind[0] == "B" else 0.0
+                found[what.stage, what.kind].append(early + end - start)
+                again[what] = end - start
     return found
 
 

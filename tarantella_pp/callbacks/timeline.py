@@ -35,14 +35,17 @@ from tarantella_pp.runtime.executor import (
 # it computes, for its messages and for its steps, and an arrow from each send to its receive.
 COMPUTE, COMMUNICATION, STEPS = 1, 2, 3
 _TRACKS = {COMPUTE: "compute", COMMUNICATION: "communication", STEPS: "steps"}
-_KINDS = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "backward"}
+_KINDS = {
+    "F": "forward", "R": "forward again", "B": "input gradient", "W": "weight gradient",
+    "BW": "backward",
+}  # fmt: skip
 _INSIDE = 10  # nanoseconds: what belongs to a slice must not be at its very end
 
 TraceEvent = dict[str, Any]
 
 _COLUMNS: dict[str, Callable[[Span], bool]] = {
     "F": lambda span: span.kind == "F",
-    "B": lambda span: span.kind in ("B", "BW"),
+    "B": lambda span: span.kind in ("R", "B", "BW"),
     "W": lambda span: span.kind == "W",
     "Update": lambda span: span.what == UPDATE,
     "Wait": lambda span: is_wait(span.what),

@@ -145,7 +145,11 @@ def _export(arguments: argparse.Namespace) -> int:
         )
     schedule = plan.schedule_spec().make(plan.num_micro_batches)
     rows = [
-        [f"{a.stage}{_IN_TORCH[a.kind]}{a.micro_batch}" for a in own if isinstance(a, Compute)]
+        [
+            f"{a.stage}{_IN_TORCH[a.kind]}{a.micro_batch}"
+            for a in own
+            if isinstance(a, Compute) and a.kind in _IN_TORCH
+        ]
         for own in schedule.actions
     ]
     modules: list[list[str]] = [[] for _ in plan.stages]

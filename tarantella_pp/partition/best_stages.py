@@ -298,7 +298,7 @@ class StageMemory:
         nodes = _members(end & ~begin)
         users = self._stages_of_weights(nodes, begin, end, stage)
         received, sent = self._messages(nodes, begin, end, stage)
-        held, again = options.in_flight[stage], options.repeats.get(stage, 0)
+        held, again = options.in_flight[stage], options.repeats.get(stage)
         edges = (*received, *sent)
         size = costs.stage(nodes, stage, last, held, again, edges, users).memory_bytes
         arriving = [[options.sent(cut) + cut.mask_bytes for cut in received]]

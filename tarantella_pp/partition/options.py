@@ -19,7 +19,7 @@ from tarantella_pp.partition.plan.gradient_buckets import fusion_threshold_of
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan_parts import MemoryLimit, NarrowDtype, Placement, PlanConfig
 from tarantella_pp.partition.profile import Profile
-from tarantella_pp.schedule import Schedule, ScheduleSpec
+from tarantella_pp.schedule import HeldAgain, Schedule, ScheduleSpec
 
 BALANCES = ("memory", "time", "flops")
 # The balance of a plan whose stages were given.
@@ -34,7 +34,7 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
 
     in_flight: tuple[int, ...]  # most micro-batches that each stage holds at a time
     # For how many micro-batches each stage, if it recomputes, holds what it made again
-    held_again: tuple[int, ...]
+    held_again: tuple[HeldAgain, ...]
 
     @property
     def weighs_stages(self) -> bool:
@@ -42,8 +42,8 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
         return self.balance == "memory" and not self.ranks
 
     @property
-    def repeats(self) -> dict[int, int]:
-        """Stages that recompute, and of how many micro-batches they hold what they made again."""
+    def repeats(self) -> dict[int, HeldAgain]:
+        """Stages that recompute, and what they hold of what they made again."""
         return {stage: self.held_again[stage] for stage in self.recompute}
 
     @property

@@ -21,7 +21,12 @@ from tarantella_pp.partition.options import GIVEN, PlanOptions, Settings
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import common_limit
-from tarantella_pp.partition.plan.plan_simulation import MOST_PLAYED, PlanSimulation, with_step
+from tarantella_pp.partition.plan.plan_simulation import (
+    MOST_PLAYED,
+    PlanSimulation,
+    with_repeats,
+    with_step,
+)
 from tarantella_pp.partition.plan.stage_costs import ways_to_less_memory
 from tarantella_pp.partition.planner import WORTHS, Planner
 from tarantella_pp.schedule import BEFORE_SEARCH, SEARCHED, ScheduleSpec
@@ -232,7 +237,7 @@ def choose_plan(
     best = _fastest(_candidates(searches, deadline), deadline)
     below, plan = (math.inf, None) if best is None else ((1 - WORTHWHILE) * best[0], best[1])
     best = _fastest(_candidates(further(plan), deadline), deadline, below) or best
-    return None if best is None else with_step(best[1])
+    return None if best is None else with_step(with_repeats(best[1]))
 
 
 def _candidates(searches: Sequence[PlanSearch], deadline: float) -> list[Candidate]:

@@ -81,9 +81,10 @@ class Executor:
             start = time.perf_counter()
             if action.kind == "F":
                 self._forward(stage, action, arrived, step)
-            elif action.kind == "W":
+            elif action.kind in ("R", "W"):
+                run = stage.repeat if action.kind == "R" else stage.backward_weight
                 with self._messages.computing():
-                    stage.backward_weight(action.micro_batch)
+                    run(action.micro_batch)
             else:
                 self._backward(stage, action, arrived, step)
             self.recorder.spans.append(Span(action, start, time.perf_counter()))
@@ -117,7 +118,7 @@ class Executor:
         if action.kind == "F":
             for edge in boundary.receives:
                 arrived += self._arrived("F", (edge.source, edge.target, key))
-        elif action.kind != "W":
+        elif action.kind in ("B", "BW"):
             for edge in boundary.sends:
                 if edge.gradients:
                     arrived += self._arrived("B", (edge.target, edge.source, key))

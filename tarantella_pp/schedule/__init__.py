@@ -28,6 +28,7 @@ from tarantella_pp.schedule.generators import make_schedule as make_schedule
 from tarantella_pp.schedule.lowering import lower as lower
 from tarantella_pp.schedule.lowering import reductions as reductions
 from tarantella_pp.schedule.lowering import validate as validate
+from tarantella_pp.schedule.schedule import HeldAgain as HeldAgain
 from tarantella_pp.schedule.schedule import Schedule as Schedule
 from tarantella_pp.schedule.schedule_search import search_schedule as search_schedule
 from tarantella_pp.schedule.simulator import Costs as Costs

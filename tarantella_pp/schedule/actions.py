@@ -7,23 +7,23 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from tarantella_pp.errors import ScheduleError
 
-Kind: TypeAlias = Literal["F", "B", "W", "BW"]
+Kind: TypeAlias = Literal["F", "R", "B", "W", "BW"]
 Direction: TypeAlias = Literal["F", "B"]
 Operation: TypeAlias = Literal["S", "R"]
 Link: TypeAlias = tuple[int, int]
 Message: TypeAlias = tuple[int, int, int]
 
-_COMPUTE = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
+_COMPUTE = re.compile(r"(\d+)(F|R|BW|B|W)(\d+)")
 _TRANSFER = re.compile(r"(\d+)>(\d+)([SR])([FB])(\d+)")
-_REDUCE = re.compile(r"(\d+)R(\d+)")
+_REDUCE = re.compile(r"(\d+)A(\d+)")
 
 
 class Compute(NamedTuple):
     """One computation of one stage for one micro-batch, written ``2F0``."""
 
     stage: int
-    # `F` forward, `B` gradient with respect to the stage's inputs, `W` gradient with respect to its
-    # weights, `BW` both at once (the full backward)
+    # `F` forward, `R` what the backward pass needs of it once more, `B` gradient with respect to
+    # the stage's inputs, `W` gradient with respect to its weights, `BW` both at once
     kind: Kind
     micro_batch: int
 
@@ -57,13 +57,13 @@ class Transfer(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """The sum of one bucket of a stage's gradients over replicas, which starts here: ``2R0``."""
+    """The sum of one bucket of a stage's gradients over replicas, which starts here: ``2A0``."""
 
     stage: int
     bucket: int  # the bucket of its gradients, from 0
 
     def __str__(self) -> str:
-        return f"{self.stage}R{self.bucket}"
+        return f"{self.stage}A{self.bucket}"
 
 
 Action: TypeAlias = Compute | Transfer | Reduce
@@ -83,6 +83,6 @@ def parse_action(text: str) -> Action:
         return Reduce(int(found[1]), int(found[2]))
     raise ScheduleError(
         "Expected an action: a computation such as 2F0, 1B3, 1W3 or 1BW3 (stage, kind, "
-        "micro-batch), a message such as 0>1SF3 or 1>0RB3, or a reduction such as 2R0. "
+        "micro-batch), a message such as 0>1SF3 or 1>0RB3, or a reduction such as 2A0. "
         f"Received: {text!r}"
     )

@@ -12,7 +12,7 @@ from tarantella_pp.schedule.actions import Compute, Kind
 Orders: TypeAlias = tuple[tuple[Compute, ...], ...]
 Preference: TypeAlias = Callable[[Compute], tuple[Any, ...]]
 
-_UNITS: dict[Kind, int] = {"F": 1, "B": 1, "W": 1, "BW": 2}
+_UNITS: dict[Kind, int] = {"F": 1, "R": 1, "B": 1, "W": 1, "BW": 2}
 # What a rank takes first; which is best depends on the numbers of ranks, stages and micro-batches.
 _PREFERENCES: tuple[Preference, ...] = (
     lambda action: (action.kind == "F", action.micro_batch, -action.stage),
@@ -51,8 +51,8 @@ class ListScheduler:
         raise NotImplementedError
 
     def arrival(self, action: Compute) -> float:
-        """Returns when what a computation needs of other stages is there; W needs nothing."""
-        if action.kind == "W":
+        """Returns when what a computation needs of other stages is there; R, W need nothing."""
+        if action.kind in ("R", "W"):
             return 0.0
         return self.arrivals[action.kind[0]][action.stage].get(action.micro_batch, math.inf)
 
@@ -78,7 +78,7 @@ class ListScheduler:
             self._taken[rank].append(action)
             heapq.heappush(queue, (end, rank))
             target = action.stage + (1 if action.kind == "F" else -1)
-            if action.kind != "W" and 0 <= target < len(self.placement):
+            if action.kind not in ("R", "W") and 0 <= target < len(self.placement):
                 arrival = end + self.transfer_seconds(action.stage, target)
                 self.arrivals[action.kind[0]][target][action.micro_batch] = arrival
                 heapq.heappush(queue, (arrival, self.placement[target]))

@@ -21,7 +21,7 @@ from tarantella_pp.schedule.actions import (
 from tarantella_pp.schedule.replay import Replay
 from tarantella_pp.schedule.schedule import Schedule
 
-_KINDS: tuple[Kind, ...] = ("F", "B", "W")
+_KINDS: tuple[Kind, ...] = ("F", "R", "B", "W")
 
 
 def check_links(
@@ -59,11 +59,11 @@ class Routes:
             self._made[kind, source].append((source, target))
 
     def inputs(self, action: Compute) -> list[Link]:
-        """Returns the links whose messages `action` needs; W needs none."""
+        """Returns the links whose messages `action` needs; R and W need none."""
         return self._needed[action.kind[0], action.stage]
 
     def outputs(self, action: Compute) -> list[Link]:
-        """Returns the links whose messages `action` makes; W makes none."""
+        """Returns the links whose messages `action` makes; R and W make none."""
         return self._made[action.kind[0], action.stage]
 
 
@@ -86,10 +86,11 @@ def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None
     what training needs, before the first step. 1 and 2 keep the numbers right, 3 and 4 keep ranks
     from waiting for ever, 5 bounds memory, 6 keeps replicas in step.
 
-    1. Each stage runs forward and backward of each micro-batch exactly once, on its own rank.
+    1. Each stage runs forward and backward of each micro-batch exactly once, on its own rank; in
+       between it may repeat the forward, once.
     2. A computation comes after all that it depends on: a forward after the forwards that feed
-       it, an input gradient after its own forward and the input gradients of the stages it
-       feeds, a weight gradient after its input gradient.
+       it, an input gradient after its own forward, repeated or not, and the input gradients of
+       the stages it feeds, a weight gradient after its input gradient.
     3. Each link between two ranks carries one message for each micro-batch and direction, and
        each send has its receive.
     4. No deadlock, even if every send blocks until its receive is posted.
@@ -137,14 +138,14 @@ def _check_each_once(
                     raise broken(rank, position, action, f"{part} is there already")
                 seen.add(part)
     for part, rank in owners.items():
-        if part not in seen:
+        if part not in seen and not (isinstance(part, Compute) and part.kind == "R"):
             raise ScheduleError(f"Rank {rank}: {part} is missing")
 
 
 def _owners(
     schedule: Schedule, links: Iterable[Link], gradient_links: Iterable[Link]
 ) -> dict[Compute | Transfer, int]:
-    """Returns all that there should be, and on which rank; BW is both of B and W."""
+    """Returns all that there should be, or R, and on which rank; BW is both of B and W."""
     where, micro_batches = schedule.placement, range(schedule.num_micro_batches)
     kinds = _KINDS if schedule.has_backward else _KINDS[:1]
     found: dict[Compute | Transfer, int] = {
@@ -205,6 +206,8 @@ def _needed(schedule: Schedule, action: Action, routes: Routes) -> Iterator[Comp
         # W needs the output gradients that B has received, so it comes after its own B.
         if kind != "F":
             yield Compute(stage, "B" if kind == "W" else "F", i)
+        if kind in ("B", "BW") and (stage, i) in schedule.repeated:
+            yield Compute(stage, "R", i)
         where, direction = schedule.placement, _direction(action)
         for source, target in routes.inputs(action):
             local = where[source] == where[target]

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Action, Compute, Link, parse_action
 
 _HEADERS = ("schedule", "stages", "micro_batches", "placement")
 _RANK = re.compile(r"rank \d+")
+
+
+class HeldAgain(NamedTuple):
+    """What a stage holds of what it repeated."""
+
+    micro_batches: int = 0  # of how many
+    whole: bool = False  # whether also the one that runs backward is there whole, by an R
 
 
 @dataclass(frozen=True)
@@ -89,20 +96,40 @@ class Schedule:
                 peak[action.stage] = max(peak[action.stage], held[action.stage])
         return tuple(peak)
 
-    def held_again(self) -> tuple[int, ...]:
+    def held_again(self) -> tuple[HeldAgain, ...]:
         """Returns of how many micro-batches each stage holds what it repeated, at the worst."""
         held, peak = [0] * self.num_stages, [0] * self.num_stages
         for action in self.computations() if self.has_backward else ():
-            if action.kind in ("B", "BW"):
+            repeated = (action.stage, action.micro_batch) in self.repeated
+            if action.kind == "R" or (action.kind in ("B", "BW") and not repeated):
                 held[action.stage] += 1
                 peak[action.stage] = max(peak[action.stage], held[action.stage])
             held[action.stage] -= action in self._releases
-        return tuple(peak)
+        whole = {stage for stage, _ in self.repeated}
+        return tuple(HeldAgain(count, stage in whole) for stage, count in enumerate(peak))
+
+    @cached_property
+    def repeated(self) -> frozenset[tuple[int, int]]:
+        """Stage and micro-batch of each R."""
+        return frozenset((a.stage, a.micro_batch) for a in self.computations() if a.kind == "R")
+
+    def repeating(self, which: Collection[tuple[int, int]]) -> Schedule:
+        """Returns the same order with an R directly before the backward pass of some more."""
+        which = set(which) - self.repeated
+        actions: list[list[Action]] = [[] for _ in self.actions]
+        for made, own in zip(actions, self.actions, strict=True):
+            for action in own:
+                if isinstance(action, Compute) and action.kind in ("B", "BW"):
+                    again = action._replace(kind="R")
+                    made += [again] * ((action.stage, action.micro_batch) in which)
+                made.append(action)
+        return replace(self, actions=tuple(map(tuple, actions)))
 
     def runs_all_forwards_first(self, stage: int) -> bool:
         """Returns whether `stage` has all its forwards behind it before its first backward."""
         own = self.actions[self.placement[stage]]
-        kinds = [a.kind for a in own if isinstance(a, Compute) and a.stage == stage]
+        every = [a.kind for a in own if isinstance(a, Compute) and a.stage == stage]
+        kinds = [kind for kind in every if kind != "R"]
         forwards = kinds.count("F")
         return kinds[:forwards] == ["F"] * forwards
 

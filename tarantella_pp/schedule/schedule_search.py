@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Compute, Kind
+from tarantella_pp.schedule.actions import Compute, Kind, Link, Transfer
 from tarantella_pp.schedule.generators import (
     V_SHAPED,
     check_counts,
@@ -20,7 +20,7 @@ from tarantella_pp.schedule.generators import (
 from tarantella_pp.schedule.list_scheduling import ListScheduler
 from tarantella_pp.schedule.lowering import lower, parts_of
 from tarantella_pp.schedule.schedule import Schedule
-from tarantella_pp.schedule.simulator import Costs, simulate
+from tarantella_pp.schedule.simulator import Costs, StepTimeline, simulate
 from tarantella_pp.schedule.spec import SEARCHED
 
 
@@ -62,6 +62,56 @@ def search_schedule(
     played = min(players, key=ListScheduler.play)
     candidates.append(replace(known[0], actions=played.orders()))
     return min(candidates, key=lambda schedule: _seconds(schedule, costs))
+
+
+def repeat_in_bubbles(
+    schedule: Schedule,
+    costs: Costs,
+    stages: Container[int],
+    links: Iterable[Link] | None = None,
+    gradient_links: Iterable[Link] | None = None,
+) -> Schedule:
+    """Puts R before backward passes of some stages whose gradient comes late, if that is faster.
+
+    Liu et al., "Mario: Near Zero-cost Activation Checkpointing in Pipeline Parallelism", PPoPP
+    2025. An R and a backward pass that is shorter by it take no longer than one that repeats::
+
+        rank 0  .. BW0------ ......... BW1------
+        rank 0  .. R0 BW0--- R1 ... BW1---
+    """
+
+    def play(tried: Schedule) -> StepTimeline:
+        return simulate(lower(tried, links, gradient_links, blocking=False), costs)
+
+    best, step = schedule, play(schedule)
+    least = step.step_seconds
+    # What is faster on one rank lets others wait, so there is more to find.
+    while late := _late(step, costs, stages) - schedule.repeated:
+        schedule = schedule.repeating(late)
+        step = play(schedule)
+        if step.step_seconds < least:
+            best, least = schedule, step.step_seconds
+    return best
+
+
+def _late(step: StepTimeline, costs: Costs, stages: Container[int]) -> set[tuple[int, int]]:
+    """Stage and micro-batch of backward passes before which a rank has nothing to do."""
+    found = set()
+    for own in step.events:
+        free = 0.0
+        for event in own:
+            action = event.action
+            if (
+                isinstance(action, Compute)
+                and action.kind in ("B", "BW")
+                and action.stage in stages
+                and costs.stages[action.stage].repeated
+                and event.start > free
+            ):
+                found.add((action.stage, action.micro_batch))
+            if not isinstance(action, Transfer) or action.operation == "S":
+                free = event.end
+    return found
 
 
 def _named_schedules(num_micro_batches: int, placement: tuple[int, ...]) -> list[Schedule]:

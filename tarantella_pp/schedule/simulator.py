@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Action, Compute, Kind, Link, Message, Transfer
@@ -14,7 +14,7 @@ from tarantella_pp.schedule.lowering import reductions
 from tarantella_pp.schedule.replay import Replay
 from tarantella_pp.schedule.schedule import Schedule
 
-_FILL = {"F": ">", "B": "<", "W": "=", "BW": "<"}
+_FILL = {"F": ">", "R": "+", "B": "<", "W": "=", "BW": "<"}
 
 
 class Event(NamedTuple):
@@ -70,7 +70,7 @@ class StepTimeline:
         A rank does one after the other, while it computes. Two stages on a rank::
 
             rank     .... 2BW3  0BW2  0BW3
-            network            2R0===2R1===0R0====
+            network            2A0===2A1===0A0====
                                            `------ exposed
         """
         counts = [len(own) for own in seconds]
@@ -127,6 +127,9 @@ class StepTimeline:
             if any(self.reductions):
                 lines.append(f"{'':{margin}}|{_draw(self.reductions[rank], scale, width, ' ')}|")
         exposed, legend = "", "(> forward, < input gradient, = weight gradient, . idle)"
+        actions = [event.action for own in self.events for event in own]
+        if any(isinstance(action, Compute) and action.kind == "R" for action in actions):
+            legend = legend.replace(",", ", + forward again,", 1)
         if any(self.reductions):
             exposed = f"exposed reduction {self.exposed_seconds:.4g} s, "
             legend = f"{legend[:-1]}, ~ reduction)"
@@ -164,6 +167,7 @@ class StageCosts:
     input_gradient: float = 0.0
     weight_gradient: float = 0.0
     full_backward: float | None = None
+    repeated: float = 0.0  # seconds of R, which its backward pass takes less then
     activation_bytes: float = 0.0
     static_bytes: float = 0.0
 
@@ -177,7 +181,10 @@ class StageCosts:
         if kind == "BW":
             both = self.input_gradient + self.weight_gradient
             return both if self.full_backward is None else self.full_backward
-        return {"F": self.forward, "B": self.input_gradient, "W": self.weight_gradient}[kind]
+        return {
+            "F": self.forward, "R": self.repeated, "B": self.input_gradient,
+            "W": self.weight_gradient,
+        }[kind]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -255,8 +262,9 @@ class _TimedReplay(Replay):
         self._placement = schedule.placement
         self._arrival: dict[Message, float] = {}
         self._seconds = [
-            {kind: stage.seconds(kind) for kind in ("F", "B", "W", "BW")} for stage in costs.stages
+            {kind: stage.seconds(kind) for kind in get_args(Kind)} for stage in costs.stages
         ]
+        self._repeated = schedule.repeated
         super().__init__(schedule.actions, blocking=False)
 
     def _note(self, rank: int, start: float, end: float, action: Action) -> None:
@@ -267,6 +275,8 @@ class _TimedReplay(Replay):
         """Lets a computation take its seconds."""
         start = self._clock[rank] + self._costs.before.get(action, 0.0)
         seconds = self._seconds[action.stage][action.kind]
+        if action.kind[0] == "B" and (action.stage, action.micro_batch) in self._repeated:
+            seconds = max(0.0, seconds - self._seconds[action.stage]["R"])
         self._note(rank, start, start + seconds, action)
 
     def send(self, rank: int, action: Transfer) -> None:

@@ -16,7 +16,7 @@ from tarantella_pp.schedule.generators import (
 )
 from tarantella_pp.schedule.list_scheduling import merge
 from tarantella_pp.schedule.lowering import lower, validate
-from tarantella_pp.schedule.schedule import Schedule
+from tarantella_pp.schedule.schedule import HeldAgain, Schedule
 
 
 def send_window(name: str, num_stages: int, num_ranks: int) -> int | None:
@@ -46,6 +46,8 @@ class ScheduleSpec:
     custom: Schedule | None = None
     # The rank of each stage where that is not the schedule's own choice
     where: tuple[int, ...] | None = None
+    # Stage and micro-batch of each R of a named schedule
+    repeated: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, schedule: Any, num_stages: int, num_ranks: int | None = None) -> ScheduleSpec:
@@ -109,10 +111,10 @@ class ScheduleSpec:
         """Returns the most micro-batches that each stage holds."""
         return self.make(num_micro_batches).held
 
-    def held_again(self, num_micro_batches: int) -> tuple[int, ...]:
+    def held_again(self, num_micro_batches: int) -> tuple[HeldAgain, ...]:
         """Returns for how many micro-batches stages hold what they repeated, at the most."""
         if self.custom is None and self.name == SEARCHED:
-            return self.in_flight(num_micro_batches)
+            return tuple(HeldAgain(n, True) for n in self.in_flight(num_micro_batches))
         return self.make(num_micro_batches).held_again()
 
 
@@ -124,7 +126,7 @@ def _named_schedule(spec: ScheduleSpec, num_micro_batches: int) -> Schedule:
         schedule = on_one_rank(make_schedule(name, num_stages, num_micro_batches))
     else:
         schedule = make_schedule(name, num_stages, num_micro_batches, placement=spec.placement)
-    return replace(schedule, name=spec.name)
+    return replace(schedule.repeating(spec.repeated), name=spec.name)
 
 
 def on_one_rank(schedule: Schedule) -> Schedule:

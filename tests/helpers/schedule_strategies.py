@@ -1,5 +1,7 @@
 """Schedules for hypothesis."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from tarantella_pp.schedule import (
@@ -15,7 +17,21 @@ from tarantella_pp.schedule import (
 
 @st.composite
 def schedules(draw: st.DrawFn, max_stages: int = 6, max_micro_batches: int = 12) -> Schedule:
-    """Any schedule of a catalogue name, its computations only."""
+    """Any schedule of a catalogue name, its computations only, with some R or none."""
+    schedule = draw(_named(max_stages, max_micro_batches))
+    if not schedule.has_backward or draw(st.booleans()):
+        return schedule
+    actions = [list(own) for own in schedule.actions]
+    for own in actions:
+        backward = [action for action in own if action.kind in ("B", "BW")]
+        for action in draw(st.lists(st.sampled_from(backward), unique=True, max_size=4)):
+            first = 1 + own.index(action._replace(kind="F"))
+            own.insert(draw(st.integers(first, own.index(action))), action._replace(kind="R"))
+    return replace(schedule, actions=tuple(map(tuple, actions)))
+
+
+@st.composite
+def _named(draw: st.DrawFn, max_stages: int, max_micro_batches: int) -> Schedule:
     name = draw(st.sampled_from((*SCHEDULE_NAMES, SEARCHED)))
     num_stages = draw(st.integers(1, max_stages))
     num_micro_batches = draw(st.integers(1, max_micro_batches))

@@ -71,7 +71,9 @@ def specs(draw):
 def test_a_plan_says_what_the_simulator_says(spec, micro_batches, balance, recompute):
     plan = plan_of(spec, micro_batches, balance=balance, recompute=recompute)
     held = [stage.in_flight for stage in plan.stages]
-    schedule = lower(spec.make(micro_batches), plan.links, plan.gradient_links)
+    schedule = plan.schedule_spec().make(micro_batches)
+    assert bool(schedule.repeated) <= (plan.recompute != () and spec.num_ranks > 1)
+    schedule = lower(schedule, plan.links, plan.gradient_links)
     validate(schedule, held)
     assert held == [schedule.in_flight(stage) for stage in range(plan.num_stages)]
     simulation = PlanSimulation(plan, HardwareSpec(), plan.schedule, micro_batches)

@@ -18,6 +18,7 @@ from tarantella_pp.schedule import (
     simulate,
     validate,
 )
+from tarantella_pp.schedule.schedule_search import repeat_in_bubbles
 from tests.helpers.closed_forms import bubble_fraction
 from tests.helpers.schedule_strategies import lowered_schedules
 
@@ -101,14 +102,46 @@ def test_reductions_go_on_beside_other_stages():
     # Stage 1 of the only rank has its gradients at 4, stage 0 at 6.
     timeline = play("gpipe", 2, 1, 1).with_reductions([[0.5], [1.0, 2.0]])
     times = [(str(e.action), e.start, e.end) for e in timeline.reductions[0]]
-    assert times == [("1R0", 4.0, 5.0), ("1R1", 5.0, 7.0), ("0R0", 7.0, 7.5)]
+    assert times == [("1A0", 4.0, 5.0), ("1A1", 5.0, 7.0), ("0A0", 7.0, 7.5)]
     assert (timeline.pipeline_seconds, timeline.step_seconds) == (6.0, 7.5)
     assert timeline.to_text(45) == (
         "rank 0 |0F0>>>1F0>>>1BW0<<======0BW0<<======.........|\n"
-        "       |                        1R0~~~1R1~~~~~~~~~~~~|\n"
+        "       |                        1A0~~~1A1~~~~~~~~~~~~|\n"
         "gpipe: step 7.5 s, bubble 0.0%, exposed reduction 1.5 s, speed-up 0.80 of 1   "
         "(> forward, < input gradient, = weight gradient, . idle, ~ reduction)\n"
     )
+
+
+def test_what_is_repeated_before_its_gradient_is_there_takes_no_time():
+    stage = StageCosts(1.0, 2.0, 1.0, repeated=1.0)  # of which B is the second second
+    costs = Costs((stage,) * 3)
+    plain = make_schedule("1f1b", 3, 4)
+    found = repeat_in_bubbles(plain, costs, range(3))
+    validate(lower(found))
+    # The last stage never waits; the others hide one R each of the last micro-batches.
+    assert alone(plain, costs) - alone(found, costs) == 2.0
+    assert all(stage < 2 for stage, _ in found.repeated)
+    timeline = simulate(lower(found), costs)
+    again = [e for own in timeline.events for e in own if str(e.action) in ("0R3", "0BW3")]
+    assert [e.end - e.start for e in again] == [1.0, 2.0]
+    assert "+ forward again" in timeline.to_text()
+    assert "R3" in timeline.to_text().splitlines()[0]
+    # Only where memory allows it, and where anything is repeated
+    assert {stage for stage, _ in repeat_in_bubbles(plain, costs, {1}).repeated} <= {1}
+    assert repeat_in_bubbles(plain, Costs.uniform(3), range(3)) == plain
+
+
+@given(data=st.data(), p=st.integers(1, 4), m=st.integers(1, 6))
+def test_repeating_early_makes_no_step_longer(data, p, m):
+    seconds = st.floats(0.125, 4.0, width=16)
+    draw = data.draw
+    stages = [StageCosts(draw(seconds), 4.0 + draw(seconds), draw(seconds), repeated=draw(seconds))
+              for _ in range(p)]  # fmt: skip
+    costs = Costs(tuple(stages), default_link=LinkCosts(draw(seconds)))
+    plain = make_schedule(draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"])), p, m)
+    pairs = st.sets(st.tuples(st.integers(0, p - 1), st.integers(0, m - 1)))
+    assert alone(plain.repeating(draw(pairs)), costs) <= alone(plain, costs) + 1e-9
+    assert alone(repeat_in_bubbles(plain, costs, range(p)), costs) <= alone(plain, costs)
 
 
 def test_a_message_takes_its_time():

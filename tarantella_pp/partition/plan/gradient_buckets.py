@@ -28,8 +28,8 @@ def gradient_buckets(
 ) -> tuple[Buckets, ...]:
     """Packs the trainable variables of each stage into buckets, those used last first."""
     # Their gradients are there first:
-    #     dense_1/kernel dense_1/bias dense_2/kernel ...     2R0 = (dense_2/bias, dense_2/kernel)
-    #                                                        2R1 = (dense_1/bias, dense_1/kernel)
+    #     dense_1/kernel dense_1/bias dense_2/kernel ...     2A0 = (dense_2/bias, dense_2/kernel)
+    #                                                        2A1 = (dense_1/bias, dense_1/kernel)
     # Buckets are of one dtype, so that they can be flat. Variables that other stages use, too, are
     # apart, in the last buckets of their first stage: their gradients are complete only once others
     # have come. A table of embeddings is alone, for its gradient may be a few rows.

@@ -36,10 +36,11 @@ MOST_ROWS, MOST_REPLICAS = 5000, 64
 MOST_BARS, LEAST_WIDTH, MOST_WIDTH = 10_000, 900, 2400
 KINDS = {
     "F": "forward",
+    "R": "forward again",
     "B": "input gradient",
     "W": "weight gradient",
     "BW": "backward (both gradients)",
-    "R": "reduction over replicas",
+    "A": "reduction over replicas",
 }
 # XML does not allow these, or they turn around the direction of the text behind them.
 _FORBIDDEN = re.compile(
@@ -139,7 +140,7 @@ def _timeline(plan: PlanData, step: StepTimeline) -> dict[str, Any]:
         stages = [stage for stage, owner in enumerate(step.placement) if owner == rank]
         bars: list[dict[str, Any]] = []
         for event in own:
-            action, label, kind = event.action, str(event.action), "R"
+            action, label, kind = event.action, str(event.action), "A"
             if isinstance(action, Compute):
                 kind = action.kind
                 label = label if len(stages) > 1 else f"{kind}{action.micro_batch}"
@@ -149,7 +150,7 @@ def _timeline(plan: PlanData, step: StepTimeline) -> dict[str, Any]:
             ]
             kinds.add(kind)
             width = (event.end - event.start) * scale
-            fits = kind != "R" and 6.1 * len(label) + 3 <= width
+            fits = kind != "A" and 6.1 * len(label) + 3 <= width
             bars.append({
                 "kind": kind, "x": event.start * scale, "width": width,
                 "title": f"{label}: {KINDS[kind]}, {times[0]} to {times[1]}",

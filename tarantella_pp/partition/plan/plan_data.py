@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -20,7 +21,7 @@ from tarantella_pp.partition.plan.plan_parts import (
     Tie,
     ascends,
 )
-from tarantella_pp.schedule import Schedule, ScheduleSpec
+from tarantella_pp.schedule import HeldAgain, Schedule, ScheduleSpec
 
 
 class PlanData(
@@ -50,6 +51,7 @@ class PlanData(
     estimated: tuple[str, ...] = ()
     kept_whole: tuple[str, ...] = ()
     schedule_text: str | None = None
+    in_bubbles: tuple[tuple[int, int], ...] = ()
     fallbacks: tuple[str, ...] = ()
     outputs: OutputUse | None = None
     machine: HardwareSpec | None = None
@@ -104,13 +106,14 @@ class PlanData(
         if num_ranks is None and self.ranks:
             num_ranks = self.num_ranks
         if self.schedule_text is None:
-            return ScheduleSpec.of(self.schedule, self.num_stages, num_ranks)
+            spec = ScheduleSpec.of(self.schedule, self.num_stages, num_ranks)
+            return replace(spec, repeated=self.in_bubbles)
         custom = Schedule.from_text(self.schedule_text)
         return ScheduleSpec.of_custom(custom, self.num_stages, num_ranks)
 
     @property
-    def repeats(self) -> dict[int, int]:
-        """Stages that recompute, and of how many micro-batches they hold what they made again."""
+    def repeats(self) -> dict[int, HeldAgain]:
+        """Stages that recompute, and what they hold of what they made again."""
         again = self.recompute
         counts = self.schedule_spec().held_again(self.num_micro_batches) if again else ()
         return {stage: counts[stage] for stage in again}

@@ -70,6 +70,7 @@ class StagePlan(msgspec.Struct, frozen=True):
     # What a stage that recomputes has besides of what it makes again, of all the micro-batches that
     # run backward at a time, which is one but for split backward passes
     recomputed_bytes: Size = 0
+    repeated_bytes: Size = 0  # what it makes again of one micro-batch, if all of that is there
     # Share of its forward pass that it makes again, if it recomputes
     repeated: Amount = 1.0
     # What there is besides for a moment, at the most: gradients on their way back through the

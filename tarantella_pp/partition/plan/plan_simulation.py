@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -14,10 +14,12 @@ import msgspec
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork, roofline_seconds
 from tarantella_pp.partition.plan.plan_data import PlanData
+from tarantella_pp.partition.plan.plan_parts import StagePlan
 from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.generators import V_SHAPED
 from tarantella_pp.schedule.lowering import lower
-from tarantella_pp.schedule.schedule_search import search_schedule
+from tarantella_pp.schedule.schedule import HeldAgain, Schedule
+from tarantella_pp.schedule.schedule_search import repeat_in_bubbles, search_schedule
 from tarantella_pp.schedule.simulator import Costs, LinkCosts, StageCosts, simulate
 from tarantella_pp.schedule.simulator import (
     StepTimeline as StepTimeline,
@@ -53,14 +55,44 @@ def with_step(plan: AnyPlan) -> AnyPlan:
     return msgspec.structs.replace(plan, bubble=step.bubble_fraction, step_seconds=seconds)
 
 
+def with_repeats(plan: AnyPlan) -> AnyPlan:
+    """Has stages of a named schedule that recompute do so while their ranks would wait."""
+    spec = plan.schedule_spec()
+    if not plan.recompute or spec.custom is not None or spec.name == SEARCHED:
+        return plan
+    machine = plan.machine or HardwareSpec(bandwidth=None, latency=0.0)
+    simulation = PlanSimulation(plan, machine, plan.schedule, plan.num_micro_batches)
+    found = simulation.repeating(spec.make(plan.num_micro_batches), simulation.costs())
+    plan = msgspec.structs.replace(plan, stages=_holding(plan, found))
+    return msgspec.structs.replace(plan, in_bubbles=tuple(sorted(found.repeated)))
+
+
+def _holding(plan: PlanData, schedule: Schedule) -> tuple[StagePlan, ...]:
+    """The stages of a plan with what they hold under a schedule."""
+    planned, now = plan.repeats, schedule.held_again()
+    return tuple(
+        msgspec.structs.replace(
+            stage,
+            in_flight=schedule.held[i],
+            recomputed_bytes=_recomputed_bytes(stage, planned[i], now[i]) if i in planned else 0,
+        )
+        for i, stage in enumerate(plan.stages)
+    )
+
+
+def _recomputed_bytes(stage: StagePlan, planned: HeldAgain, now: HeldAgain) -> int:
+    """Bytes that a stage holds of what it makes again, if it does so of other micro-batches."""
+    if now.whole:
+        return now.micro_batches * stage.repeated_bytes
+    more = now.micro_batches - planned.micro_batches
+    return max(0, stage.recomputed_bytes + more * stage.repeated_bytes)
+
+
 def searched(plan: PlanData, spec: ScheduleSpec, num_micro_batches: int) -> ScheduleSpec:
     """Searches for the schedule `zb-auto` of a plan, with the costs that it was planned with."""
     machine = plan.machine or HardwareSpec(bandwidth=None, latency=0.0)
     simulation = PlanSimulation(plan, machine, plan.schedule, num_micro_batches)
-    found = search_schedule(
-        spec.num_stages, num_micro_batches, placement=spec.placement,
-        costs=simulation.costs(spec.num_ranks), in_flight_limit=_search_limits(plan),
-    )  # fmt: skip
+    found = simulation.search(spec, simulation.costs(spec.num_ranks), _search_limits(plan))
     return ScheduleSpec.of_custom(found, spec.num_stages, spec.num_ranks)
 
 
@@ -85,11 +117,7 @@ def with_findings(plan: AnyPlan, spec: ScheduleSpec, fallbacks: Mapping[int, str
         plan = msgspec.structs.replace(plan, fallbacks=reasons)
     if spec.custom is None or plan.schedule_text is not None:
         return plan
-    held = spec.in_flight(plan.num_micro_batches)
-    stages = tuple(
-        msgspec.structs.replace(stage, in_flight=count)
-        for stage, count in zip(plan.stages, held, strict=True)
-    )
+    stages = _holding(plan, spec.make(plan.num_micro_batches))
     text = spec.custom.to_text()
     return with_step(msgspec.structs.replace(plan, stages=stages, schedule_text=text))
 
@@ -153,7 +181,11 @@ class PlanSimulation:
         mean = self.samples / self.micro_batches
         seconds = stage_seconds(self.plan, self.machine, mean)
         spec = self.spec(num_ranks)
-        again = self._held_again(spec)
+        repeats = self.plan.repeats
+        now = spec.held_again(self.micro_batches) if repeats else ()
+        again = {
+            i: _recomputed_bytes(self.plan.stages[i], held, now[i]) for i, held in repeats.items()
+        }
         stages = [self._stage(i, mean, parts, again.get(i)) for i, parts in enumerate(seconds)]
         sizes: Counter[Link] = Counter()
         for cut in self.plan.cuts:
@@ -167,17 +199,10 @@ class PlanSimulation:
         }
         return Costs(tuple(stages), links)
 
-    def _held_again(self, spec: ScheduleSpec) -> dict[int, float]:
-        """Stages that repeat, with what they make again and hold, over what was planned."""
-        # Bytes of one plan's micro-batches, scaled by how many another schedule holds at a time.
-        planned = self.plan.repeats
-        now = spec.held_again(self.micro_batches) if planned else ()
-        return {stage: now[stage] / held for stage, held in planned.items()}
-
     def _stage(
-        self, index: int, mean: float, seconds: tuple[float, float, float], held_again: float | None
+        self, index: int, mean: float, seconds: tuple[float, float, float], recomputed: int | None
     ) -> StageCosts:
-        """Costs of a stage for micro-batches of `mean` samples."""
+        """Costs of a stage for micro-batches of `mean` samples; bytes of the planned size."""
         # Weight gradients are added to a sum besides, where that was not measured.
         stage = self.plan.stages[index]
         forward, back, weights = seconds
@@ -195,8 +220,8 @@ class PlanSimulation:
         once, apart = machine.action_seconds, machine.split_factor
         larger = self.micro_batch_size / self.plan.micro_batch_size
         moving = stage.working_bytes + stage.buffer_bytes
-        static = stage.state_bytes + larger * (moving + stage.recomputed_bytes * (held_again or 0))
-        again = 0.0 if held_again is None else stage.repeated * forward
+        static = stage.state_bytes + larger * (moving + (recomputed or 0))
+        again = 0.0 if recomputed is None else stage.repeated * forward
         sizes = {"activation_bytes": larger * stage.activation_bytes, "static_bytes": static}
         if not self.plan.has_backward(index):
             return StageCosts(once + forward, **sizes)
@@ -205,6 +230,7 @@ class PlanSimulation:
             input_gradient=once + again + apart * back,
             weight_gradient=once + summed + apart * weights,
             full_backward=once + again + summed + back + weights,
+            repeated=again,
             **sizes,
         )
 
@@ -221,13 +247,33 @@ class PlanSimulation:
         if searched:
             # A schedule that is searched for holds no more than was planned.
             limit = [stage.in_flight for stage in self.plan.stages] if self._runs_own else None
-            schedule = search_schedule(
-                spec.num_stages, count, placement=spec.placement, costs=costs, in_flight_limit=limit
-            )
+            schedule = self.search(spec, costs, limit)
         else:
             schedule = spec.make(count)
         lowered = lower(schedule, self.plan.links, self.plan.gradient_links, blocking=False)
         return replace(simulate(lowered, costs), name=spec.name)
+
+    def search(self, spec: ScheduleSpec, costs: Costs, limits: Sequence[int] | None) -> Schedule:
+        """Searches for the schedule `zb-auto` within numbers of micro-batches in flight."""
+        found = search_schedule(
+            spec.num_stages, self.micro_batches, placement=spec.placement, costs=costs,
+            in_flight_limit=limits,
+        )  # fmt: skip
+        return self.repeating(found, costs)
+
+    def repeating(self, schedule: Schedule, costs: Costs) -> Schedule:
+        """Has stages repeat while their ranks would wait, where limits leave room for all of it."""
+        plan, held = self.plan, schedule.held_again()
+        limits = plan.limits or (math.inf,) * plan.num_stages
+        fits = set()
+        for i, planned in plan.repeats.items():
+            stage = plan.stages[i]
+            whole = _recomputed_bytes(stage, planned, held[i]._replace(whole=True))
+            if stage.memory_bytes - stage.recomputed_bytes + whole <= limits[i]:
+                fits.add(i)
+        if not fits or schedule.num_stages * schedule.num_micro_batches > MOST_SEARCHED:
+            return schedule
+        return repeat_in_bubbles(schedule, costs, fits, plan.links, plan.gradient_links)
 
     def spec(self, num_ranks: int | None = None) -> ScheduleSpec:
         """Returns the schedule on a number of ranks, by default those of the plan."""

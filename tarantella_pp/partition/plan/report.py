@@ -123,7 +123,11 @@ def _footer(plan: PlanData) -> list[str]:
     if plan.recompute:
         shares = [(stage, 100 * plan.stages[stage].repeated) for stage in plan.recompute]
         which = ", ".join(f"stage {stage} {share:.0f} %" for stage, share in shares)
-        lines.append(f"Recomputing: {which} of its forward pass; + is what one makes again.")
+        early = len(plan.schedule_spec().make(plan.num_micro_batches).repeated)
+        waiting = f", {early} times while its rank would wait" * bool(early)
+        lines.append(
+            f"Recomputing: {which} of its forward pass{waiting}; + is what one makes again."
+        )
     if plan.limits is not None:
         limit = common_limit(plan.limits)
         where, shown = ("the stages", plan.limits) if limit is None else ("a stage", (limit,))

@@ -36,9 +36,10 @@ from tarantella_pp.partition.plan.peak_memory import (
 )
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import CutEdge, OutputUse, PlanConfig, StagePlan, Tie
+from tarantella_pp.schedule import HeldAgain
 
 # No stage repeats its forward pass.
-NOTHING: Mapping[int, int] = MappingProxyType({})
+NOTHING: Mapping[int, HeldAgain] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class StageCostModel:
         self,
         assignment: Sequence[int],
         in_flight: Sequence[int],
-        repeats: Mapping[int, int] = NOTHING,
+        repeats: Mapping[int, HeldAgain] = NOTHING,
     ) -> tuple[StagePlan, ...]:
         """Returns what each stage costs; `repeats`: see `Settings.repeats`."""
         cuts, users = self.cuts(assignment), self.graph.users(assignment)
@@ -145,7 +146,7 @@ class StageCostModel:
         for node, stage in enumerate(assignment):
             nodes[stage].append(node)
         return tuple(
-            self.stage(own, stage, last, in_flight[stage], repeats.get(stage, 0), cuts, users)
+            self.stage(own, stage, last, in_flight[stage], repeats.get(stage), cuts, users)
             for stage, own in enumerate(nodes)
         )
 
@@ -155,7 +156,7 @@ class StageCostModel:
         stage: int,
         last: int,
         in_flight: int,
-        repeats: int,
+        repeats: HeldAgain | None,
         cuts: Sequence[CutEdge],
         users: Users,
     ) -> StagePlan:
@@ -164,7 +165,7 @@ class StageCostModel:
         nodes = [graph.nodes[i] for i in ids]
         weights = [graph.weights[w] for w in sorted({w for node in nodes for w in node.weights})]
         parameters = sum(weight.bytes for weight in weights if weight.trainable)
-        kept, size, whole = self._kept(ids, again=repeats > 0)
+        kept, size, whole = self._kept(ids, again=repeats is not None)
         names = {graph.tensors[t].name for t in kept}
         # Messages whose shapes go first are not waited for.
         shapes = any(cut.source == stage and cut.tensor in graph.unsized for cut in cuts)
@@ -173,15 +174,16 @@ class StageCostModel:
             cuts, stage, in_flight, names, self.config.sent, window
         )
         backward = backward_bytes(self.keeping, [self.keeping.nodes[i] for i in ids], rows)
-        repeated, share = 0, 0.0
-        if repeats:
-            repeated, share = self._repeated(nodes, backward)
-            # Until their W is done it is there of those whose B is.
-            repeated += (repeats - 1) * max(0, whole - size)
+        again, share = 0, 0.0
+        repeated = max(0, whole - size)
+        if repeats is not None:
+            again, share = self._repeated(nodes, backward)
+            # Until their W is done it is there of those whose B is, or whose R.
+            again = repeats.micro_batches * repeated + (not repeats.whole) * (again - repeated)
         backward += returned
         own = [weight for weight in weights if users[weight.id][0] == stage]
         shares = self._shares(own)
-        gone = in_flight * size + repeated  # at the end of a step
+        gone = in_flight * size + again  # at the end of a step
         update = max(update_bytes(graph, share, self.slots) for share in shares) - gone
         made = OutputBytes()
         if self.outputs is not None and stage == last:
@@ -202,7 +204,8 @@ class StageCostModel:
             flops=sum(node.flops for node in nodes),
             forward_seconds=None if times is None else sum(f for f, _ in times),
             backward_seconds=None if times is None else sum(b for _, b in times),
-            recomputed_bytes=repeated,
+            recomputed_bytes=again,
+            repeated_bytes=repeated,
             repeated=share,
             working_bytes=max(
                 made.held + max(made.gradients + backward, made.loss), sent, update, made.end - gone
@@ -271,7 +274,7 @@ class StageCostModel:
 
 # What grows with batches and messages.
 _GROWING = (
-    *("activation_bytes", "recomputed_bytes", "working_bytes", "buffer_bytes"),
+    *("activation_bytes", "recomputed_bytes", "repeated_bytes", "working_bytes", "buffer_bytes"),
     "reduction_bytes",  # of the rows that are looked up in embeddings
 )
 
@@ -286,7 +289,9 @@ def with_batch(
     """Returns a plan for another batch; with `in_flight` all forward passes come first."""
     # What the rules say of the change comes on top of the plan's own figures: they may be measured.
     longer = batch_size / plan.batch_size
-    gpipe = {} if in_flight is None else {"schedule": "gpipe", "schedule_text": None}
+    gpipe: dict[str, Any] = {}
+    if in_flight is not None:
+        gpipe = {"schedule": "gpipe", "schedule_text": None, "in_bubbles": ()}
     changed = msgspec.structs.replace(plan, batch_size=batch_size, outputs=outputs, **gpipe)
     slots = [2 * weight.bytes * weight.trainable for weight in graph.weights]  # Adam's
     before, now = (StageCostModel(graph, slots, p, outputs=p.outputs) for p in (plan, changed))

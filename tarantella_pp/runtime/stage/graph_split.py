@@ -58,7 +58,8 @@ class Trace:
 class GraphSplit:
     """The parts of a traced stage."""
 
-    forward: Callable[..., list[tf.Tensor]]  # inputs -> outputs + residuals
+    # inputs -> outputs + residuals; of a second cut, the residuals of the first -> residuals
+    forward: Callable[..., list[tf.Tensor]]
     backward_input: Callable[..., list[tf.Tensor]]  # seeds + residuals -> input gradients + b_to_w
     backward_weight: Callable[..., list[tf.Tensor]]  # kept_for_w + b_to_w -> weight gradients
     # seeds + residuals -> input gradients + weight gradients
@@ -67,6 +68,7 @@ class GraphSplit:
     kept_for_w: tuple[tf.Tensor, ...]  # residuals that the weight-gradient pass needs
     # What the weight-gradient pass needs of the input-gradient pass and its seeds
     b_to_w: tuple[tf.Tensor, ...]
+    repeats: bool  # whether the backward pass repeats dear operations
 
     @property
     def residuals(self) -> tuple[tf.Tensor, ...]:
@@ -74,8 +76,8 @@ class GraphSplit:
         return self.kept_for_b + self.kept_for_w
 
 
-def split_graph(trace: Trace) -> GraphSplit:
-    """Cuts a traced stage in three: F, B and W.
+def split_graph(trace: Trace, kept: Sequence[tf.Tensor] = ()) -> GraphSplit:
+    """Cuts a traced stage in three: F, B and W; or R, B and W, where a first cut has `kept` some.
 
     Qi et al., "Zero Bubble Pipeline Parallelism", 2023. The backward parts repeat all that is not
     worth its memory at the trace's `flops_per_byte`; at infinity all, part by part (Chen et al.,
@@ -91,9 +93,10 @@ def split_graph(trace: Trace) -> GraphSplit:
     #             +-- kept_for_w --> W --> weight gradients
     #
     # `backward` is B and W in one, for schedules that do not part them: nothing is kept between.
+    # R makes what the parts of the first cut repeat and is dear; its own B and W repeat the rest.
     sides = _Sides.of(trace)
     only_on_weights = _only_on_weights(trace)
-    early, late, between = _kept(trace, sides, only_on_weights)
+    early, late, between, repeats = _kept(trace, sides, only_on_weights, kept)
     for tensor in (*early, *late, *between):
         if tensor.dtype == tf.resource:
             raise CutError(f"{tensor.op.type} '{tensor.op.name}' cannot be kept between passes")
@@ -110,7 +113,11 @@ def split_graph(trace: Trace) -> GraphSplit:
     # What the forward pass must run although nothing uses its result.
     effects = [op for op in sides.order if op not in sides.after and has_effect(op)]
     return GraphSplit(
-        forward=carve(trace.inputs, [*trace.outputs, *residuals], effects),
+        forward=(
+            carve(kept, residuals)
+            if kept
+            else carve(trace.inputs, [*trace.outputs, *residuals], effects)
+        ),
         backward_input=carve(
             [*seeds, *residuals], [*trace.input_gradients, *between], waits=waits(False)
         ),
@@ -119,6 +126,7 @@ def split_graph(trace: Trace) -> GraphSplit:
         kept_for_b=early,
         kept_for_w=late,
         b_to_w=between,
+        repeats=repeats,
     )
 
 
@@ -155,12 +163,16 @@ class _Sides:
 
 
 def _kept(
-    trace: Trace, sides: _Sides, only_on_weights: Holds
-) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...], tuple[tf.Tensor, ...]]:
-    """What is kept of a micro-batch: the three parts of `GraphSplit`."""
+    trace: Trace, sides: _Sides, only_on_weights: Holds, first: Sequence[tf.Tensor]
+) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...], tuple[tf.Tensor, ...], bool]:
+    """What is kept of a micro-batch, in three parts, and whether dear operations are repeated."""
+    there = {tensor.ref() for tensor in first}
+    price = trace.flops_per_byte
+    if there:
+        price = lambda op: min(trace.flops_per_byte(op), FLOPS_PER_BYTE)  # noqa: E731
     gradients = [*trace.input_gradients, *trace.weight_gradients]
     read, _ = frontier(gradients, lambda t: t.op not in sides.after)
-    kept, dear = _least(sides, read, only_on_weights, trace.flops_per_byte)
+    kept, dear = _least(sides, read, only_on_weights, there, price)
 
     _, run_by_b = frontier(
         [*trace.input_gradients, *_quick(trace, sides)], lambda t: t.op not in sides.after
@@ -173,14 +185,15 @@ def _kept(
     read_by_w, _ = frontier(trace.weight_gradients, is_older)
     older = [tensor for tensor in read_by_w if tensor.op not in of_b]
     # B repeats dear operations once, for both.
-    price = (lambda op: 0.0) if dear else trace.flops_per_byte
-    for_w, _ = _least(sides, older, only_on_weights, price)
+    price = (lambda op: 0.0) if dear else price
+    for_w, _ = _least(sides, older, only_on_weights, there, price)
     from_b = [tensor for tensor in read_by_w if tensor.op in of_b]
     # What both need waits for W, and B only looks at it.
     return (
         in_order([ref.deref() for ref in kept - for_w], sides.order),
         in_order([ref.deref() for ref in for_w & kept], sides.order),
         in_order([*from_b, *(ref.deref() for ref in for_w - kept)], sides.order),
+        dear,
     )
 
 
@@ -188,11 +201,16 @@ def _least(
     sides: _Sides,
     read: Sequence[tf.Tensor],
     only_on_weights: Holds,
+    there: set[Any],
     flops_per_byte: Callable[[tf.Operation], float],
 ) -> tuple[set[Any], bool]:
     """References of the tensors to keep so that others can be read; whether dear ones run again."""
-    needed = [tensor.ref() for tensor in read if not only_on_weights(tensor.op)]
-    _, above = frontier(read, lambda tensor: only_on_weights(tensor.op))
+
+    def is_there(tensor: tf.Tensor) -> bool:
+        return tensor.ref() in there or only_on_weights(tensor.op)
+
+    needed = [tensor.ref() for tensor in read if not is_there(tensor)]
+    _, above = frontier(read, is_there)
     parts = [
         (one, flops_per_byte(op))
         for op in sorted(above, key=sides.order.__getitem__)
@@ -200,7 +218,9 @@ def _least(
     ]
     operations, prices = [one for one, _ in parts], [price for _, price in parts]
     found = least_kept(operations, needed, prices)
-    return found.values, any(prices[i] > FLOPS_PER_BYTE for i in found.again)
+    used, _ = frontier(read, lambda t: t.ref() in found.values or is_there(t))
+    values = found.values | {tensor.ref() for tensor in used if tensor.ref() in there}
+    return values, any(prices[i] > FLOPS_PER_BYTE for i in found.again)
 
 
 def _quick(trace: Trace, sides: _Sides) -> list[tf.Tensor]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import tensorflow as tf
 
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.partition.graph.traced_costs import bytes_of, memory_of
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, FlatGradients, specs_of
-from tarantella_pp.runtime.stage.graph_split import CutError, Trace, split_graph
+from tarantella_pp.runtime.stage.graph_split import CutError, GraphSplit, Trace, split_graph
 from tarantella_pp.runtime.stage.stage_module import StageModule
 from tarantella_pp.runtime.weights.slices import Slices
 
@@ -30,32 +30,27 @@ class SplitBackward:
         self._gradients = FlatGradients([])
         trace = self._trace(specs)
         self._cut = split_graph(trace)
-        self._early, self._late = (
-            ActivationStash(self._cut.kept_for_b),
-            ActivationStash(self._cut.kept_for_w),
-        )
-        self._between = ActivationStash(self._cut.b_to_w)
+        self._kept = BackwardParts(self._cut, trace, module, self._gradients)
+        # What R needs; a stage that repeats nothing dear has no R
+        self._traced = trace if self._cut.repeats else None
+        self._repeated: set[int] = set()  # micro-batches whose R has run
         self._seeds: dict[int, Sequence[tf.Tensor]] = {}
         self._num_outputs = len(trace.outputs)
         self._num_back = len(trace.input_gradients)
         # Where all up to here is frozen nothing was kept, and there is nothing to compute.
         self._has_gradients = bool(trace.input_gradients or trace.weight_gradients)
-        seeds = specs_of(trace.seeds)
-        self._signatures = [[_KEY, _FLAG, *seeds], [_KEY, *seeds], [_KEY, _FLAG]]
         self._forward = CompiledFunction(self._run_forward, [_KEY, *specs])
 
-    # A schedule uses either the one or the two others, and each takes long to compile.
+    # Only schedules with R need these.
     @functools.cached_property
-    def _backward(self) -> CompiledFunction:
-        return CompiledFunction(self._run_backward, self._signatures[0])
+    def _whole(self) -> BackwardParts:
+        trace = cast("Trace", self._traced)
+        cut = split_graph(trace, self._cut.residuals)
+        return BackwardParts(cut, trace, self._module, self._gradients)
 
     @functools.cached_property
-    def _backward_input(self) -> CompiledFunction:
-        return CompiledFunction(self._run_backward_input, self._signatures[1])
-
-    @functools.cached_property
-    def _backward_weight(self) -> CompiledFunction:
-        return CompiledFunction(self._run_backward_weight, self._signatures[2])
+    def _repeat(self) -> CompiledFunction:
+        return CompiledFunction(self._run_repeat, [_KEY])
 
     @property
     def residual_bytes(self) -> int | None:
@@ -69,11 +64,19 @@ class SplitBackward:
         *outputs, added = self._forward(_key(key), *inputs)
         return outputs, added if self._module.added_by[True] else None
 
+    def repeat(self, key: int) -> None:
+        """Makes again, and keeps, what the backward pass of `key` would repeat that is dear."""
+        if self._traced is not None:
+            self._repeat(_key(key))
+            self._repeated.add(key)
+
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
         if not self._has_gradients:
             return []
-        gradients = self._backward(_key(key), _flag(self._module.accumulator.begin()), *seeds)
+        first = _flag(self._module.accumulator.begin())
+        gradients = self._parts(key).both(_key(key), first, *seeds)
+        self._repeated.discard(key)
         self._collect(gradients[self._num_back :])
         return gradients[: self._num_back]
 
@@ -81,7 +84,7 @@ class SplitBackward:
         """Runs B of `key` and keeps what W needs; with no input gradients, W does it all."""
         # The first stage sends no gradient back: all its work may wait, and is compiled as one.
         if self._num_back:
-            return self._backward_input(_key(key), *seeds)
+            return self._parts(key).of_inputs(_key(key), *seeds)
         self._seeds[key] = seeds
         return []
 
@@ -89,9 +92,13 @@ class SplitBackward:
         """Runs W of `key` and drops what was kept."""
         if self._num_back:
             first = _flag(self._module.accumulator.begin())
-            self._collect(self._backward_weight(_key(key), first))
+            self._collect(self._parts(key).of_weights(_key(key), first))
+            self._repeated.discard(key)
         else:
             self.backward(key, self._seeds.pop(key))
+
+    def _parts(self, key: int) -> BackwardParts:
+        return self._whole if key in self._repeated else self._kept
 
     def _collect(self, gradients: Sequence[tf.Tensor]) -> None:
         if gradients:
@@ -101,35 +108,19 @@ class SplitBackward:
     def clear(self) -> None:
         """Drops the residuals of micro-batches in flight."""
         self._seeds.clear()
-        for store in (self._early, self._late, self._between):
-            store.clear()
+        self._kept.clear()
+        if self._repeated:
+            self._whole.clear()
+        self._repeated.clear()
 
     def _run_forward(self, key: tf.Tensor, *inputs: tf.Tensor) -> list[tf.Tensor]:
         results = self._cut.forward(*inputs)
-        early = self._num_outputs + len(self._cut.kept_for_b)
-        self._early.put(key, results[self._num_outputs : early])
-        self._late.put(key, results[early:])
+        self._kept.put(key, results[self._num_outputs :])
         return results[: self._num_outputs]
 
-    def _run_backward(self, key: tf.Tensor, first: tf.Tensor, *seeds: tf.Tensor) -> Any:
-        results = self._cut.backward(*seeds, *self._early.take(key), *self._late.take(key))
-        return results[: self._num_back], self._accumulate(results[self._num_back :], first)
-
-    def _run_backward_input(self, key: tf.Tensor, *seeds: tf.Tensor) -> list[tf.Tensor]:
-        kept = [*self._early.take(key), *self._late.peek(key)]
-        results = self._cut.backward_input(*seeds, *kept)
-        self._between.put(key, results[self._num_back :])
-        return results[: self._num_back]
-
-    def _run_backward_weight(self, key: tf.Tensor, first: tf.Tensor) -> list[Slices]:
-        kept = [*self._late.take(key), *self._between.take(key)]
-        return self._accumulate(self._cut.backward_weight(*kept), first)
-
-    def _accumulate(self, components: Sequence[tf.Tensor], first: tf.Tensor) -> list[Slices]:
-        """Adds up the dense gradients, and returns those that are collected."""
-        gradients = self._gradients.rebuilt(components)
-        self._module.accumulator.add_dense(gradients, first)
-        return self._module.accumulator.slices_of(gradients)
+    def _run_repeat(self, key: tf.Tensor) -> list[tf.Tensor]:
+        self._whole.put(key, self._whole.cut.forward(*self._kept.take(key)))
+        return []
 
     def _trace(self, specs: Sequence[tf.TensorSpec]) -> Trace:
         """Forward and gradients of one micro-batch, in one graph."""
@@ -180,6 +171,73 @@ class SplitBackward:
             for op in operations[begin:end]
         }
         return lambda op: prices.get(op, least)
+
+
+class BackwardParts:
+    """B, W and both in one of a stage that is cut, and what micro-batches keep for them."""
+
+    def __init__(
+        self, cut: GraphSplit, trace: Trace, module: StageModule, gradients: FlatGradients
+    ) -> None:
+        self.cut = cut
+        self._module = module
+        self._gradients = gradients
+        self._early, self._late, self._between = map(
+            ActivationStash, (cut.kept_for_b, cut.kept_for_w, cut.b_to_w)
+        )
+        self._num_back = len(trace.input_gradients)
+        self._seeds = specs_of(trace.seeds)
+
+    # A schedule uses either the one or the two others, and each takes long to compile.
+    @functools.cached_property
+    def both(self) -> CompiledFunction:
+        """Input gradients and weight gradients, in one."""
+        return CompiledFunction(self._run_both, [_KEY, _FLAG, *self._seeds])
+
+    @functools.cached_property
+    def of_inputs(self) -> CompiledFunction:
+        """B."""
+        return CompiledFunction(self._run_of_inputs, [_KEY, *self._seeds])
+
+    @functools.cached_property
+    def of_weights(self) -> CompiledFunction:
+        """W."""
+        return CompiledFunction(self._run_of_weights, [_KEY, _FLAG])
+
+    def put(self, key: tf.Tensor, residuals: Sequence[tf.Tensor]) -> None:
+        """Keeps residuals of a micro-batch."""
+        early = len(self.cut.kept_for_b)
+        self._early.put(key, residuals[:early])
+        self._late.put(key, residuals[early:])
+
+    def take(self, key: tf.Tensor) -> list[tf.Tensor]:
+        """The residuals of a micro-batch, which are dropped."""
+        return [*self._early.take(key), *self._late.take(key)]
+
+    def clear(self) -> None:
+        """Drops all residuals."""
+        for store in (self._early, self._late, self._between):
+            store.clear()
+
+    def _run_both(self, key: tf.Tensor, first: tf.Tensor, *seeds: tf.Tensor) -> Any:
+        results = self.cut.backward(*seeds, *self.take(key))
+        return results[: self._num_back], self._accumulate(results[self._num_back :], first)
+
+    def _run_of_inputs(self, key: tf.Tensor, *seeds: tf.Tensor) -> list[tf.Tensor]:
+        kept = [*self._early.take(key), *self._late.peek(key)]
+        results = self.cut.backward_input(*seeds, *kept)
+        self._between.put(key, results[self._num_back :])
+        return results[: self._num_back]
+
+    def _run_of_weights(self, key: tf.Tensor, first: tf.Tensor) -> list[Slices]:
+        kept = [*self._late.take(key), *self._between.take(key)]
+        return self._accumulate(self.cut.backward_weight(*kept), first)
+
+    def _accumulate(self, components: Sequence[tf.Tensor], first: tf.Tensor) -> list[Slices]:
+        """Adds up the dense gradients, and returns those that are collected."""
+        gradients = self._gradients.rebuilt(components)
+        self._module.accumulator.add_dense(gradients, first)
+        return self._module.accumulator.slices_of(gradients)
 
 
 @functools.cache

@@ -101,6 +101,9 @@ class TapeBackward:
         self._tapes[key] = tape, sources, self._module.targets(outputs, added)
         return outputs, added if self._module.added_by[True] else None
 
+    def repeat(self, key: int) -> None:
+        """Does nothing: a tape keeps all of the forward pass."""
+
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
         gradients = self.backward_input(key, seeds)
@@ -183,6 +186,10 @@ class Stage:
         work = self._running[key] = self._passes.for_inputs(inputs, self._first)
         with self._weighed(share, training=True):
             return work.forward(key, inputs)
+
+    def repeat(self, key: int) -> None:
+        """Makes again what the backward pass needs and was not kept (action R)."""
+        self._running[key].repeat(key)
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs one micro-batch backward (action BW)."""

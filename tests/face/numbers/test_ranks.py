@@ -56,7 +56,10 @@ FOUR = [
 
 
 def train_runs(runs: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Trains on this rank; returns outcomes, stage and rows of each forward pass, and slots."""
+    """Trains on this rank; returns outcomes, stage and rows of each forward pass, and slots.
+
+    A last one says whether an R has run.
+    """
     training.use_float64()
     ran: list[list[int]] = []
     forward = Stage.forward
@@ -66,17 +69,23 @@ def train_runs(runs: Sequence[Sequence[Any]]) -> list[list[Any]]:
         ran.append([self.boundary.index, rows])
         return forward(self, key, inputs, *rest, **options)
 
-    Stage.forward = counted
+    def repeated(self: Stage, key: int) -> None:
+        again.append(key)
+        return repeat(self, key)
+
+    repeat, again = Stage.repeat, list[int]()
+    Stage.forward, Stage.repeat = counted, repeated
     found = []
     for name, stages, micro_batches, schedule, replicas, recompute in runs:
         ran.clear()
+        again.clear()
         model = make(
             CASES[name], num_stages=stages, num_micro_batches=micro_batches, schedule=schedule,
             num_replicas=replicas, recompute=recompute,
         )  # fmt: skip
         outcome = training.trained(model, name)
         slots = [v.path for v in model.optimizer.variables if len(v.shape)]
-        found.append([outcome, list(ran), slots])
+        found.append([outcome, list(ran), slots, bool(again)])
     return found
 
 
@@ -88,10 +97,12 @@ def test_models_on_ranks(ranks, runs, python):
     env = {"TNT_PROGRESS": "1"}  # messages move on while ranks compute, as between hosts
     launched = mpi_run(ranks, train_runs, runs, timeout=400, env=env, python=python).check()
     for run, results in zip(runs, zip(*launched.results, strict=True), strict=True):
-        outcomes, ran, slots = zip(*results, strict=True)
+        outcomes, ran, slots, again = zip(*results, strict=True)
         assert all(outcome == outcomes[0] for outcome in outcomes), run
         check_numbers(outcomes[0], run.name, run.micro_batches * run.replicas)
         check_work(run, ran)
+        # Ranks that recompute and wait for gradients do so while they wait.
+        assert any(again) == (run.recompute is not None and ranks > run.replicas), run
         # The ranks of a pipeline share the slots; each replica has all of them.
         size = ranks // run.replicas
         for first in range(0, ranks, size):
@@ -144,14 +155,15 @@ def search_and_narrow(folder):
     """Trains with a schedule that is searched for, with one of the user's, and in bfloat16."""
     training.use_float64()
     found = {}
-    model = make(MLP, num_stages=4, num_micro_batches=3, schedule="zb-auto")
+    options = {"schedule": "zb-auto", "recompute": "all"}
+    model = make(MLP, num_stages=4, num_micro_batches=3, **options)
     found["searched"] = fitted(model, MLP)
     found["schedule"] = model.plan.schedule_text
     found["held"] = [stage.in_flight for stage in model.plan.stages]
     model.plan.save(Path(folder) / f"{world().rank}.json")
     again = make(MLP, plan=Path(folder) / f"{world().rank}.json")
     found["again"] = fitted(again, MLP)
-    found["own"] = fitted(make(MLP, schedule=str(Path(folder) / "own")), MLP)
+    found["own"] = fitted(make(MLP, schedule=str(Path(folder) / "own"), recompute="all"), MLP)
     plan = make_plan(mlp, 2, num_micro_batches=3, num_ranks=2, wire_dtype="bfloat16")
     found["narrow"] = fitted(make(MLP, plan=plan), MLP)
     found["set free"] = fitted(set_free_late(), MLP)
@@ -174,8 +186,8 @@ def set_free_late():
 OWN = """
 schedule: mine
 placement: 0 0 1 1
-rank 0: 0F0 0F1 1F0 1F1 1B0 1W0 0BW0 1BW1 0BW1 0F2 1F2 1BW2 0BW2
-rank 1: 2F0 3F0 3BW0 2BW0 2F1 3F1 3BW1 2BW1 2F2 3F2 3BW2 2BW2
+rank 0: 0F0 0F1 1F0 1F1 1R1 1R0 1B0 1W0 0R0 0BW0 1BW1 0BW1 0F2 1F2 1BW2 0BW2
+rank 1: 2F0 2R0 3F0 3BW0 2BW0 2F1 3F1 3BW1 2BW1 2F2 3F2 3BW2 2BW2
 """
 
 
@@ -190,6 +202,7 @@ def test_schedules_that_are_searched_for_and_the_users_own(tmp_path):
         assert result["schedule"] == run.results[0]["schedule"]
         schedule = Schedule.from_text(result["schedule"])
         assert (schedule.name, schedule.num_micro_batches) == ("zb-auto", 3)
+        assert schedule.repeated
         assert schedule.placement == (0, 1, 1, 0)
         assert result["held"] == [schedule.in_flight(stage) for stage in range(4)]
         assert 1e-6 < distance(expected, result["narrow"]) < 0.05

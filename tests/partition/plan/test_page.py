@@ -97,7 +97,7 @@ def test_replicas_and_their_sums_are_drawn():
     assert rows == [["0", *(f"rank {2 * p}" for p in range(4))],
                     ["1", *(f"rank {2 * p + 1}" for p in range(4))]]  # fmt: skip
     drawing = picture(text, "Timeline")
-    strips = [e for e in drawing.iter("rect") if e.get("class") == "kindR"]
+    strips = [e for e in drawing.iter("rect") if e.get("class") == "kindA"]
     assert len(strips) == sum(map(len, step.reductions))
     assert "reduction over replicas" in text
     assert "Ranks of replicas" not in render_html(small())

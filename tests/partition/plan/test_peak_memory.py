@@ -15,6 +15,7 @@ from tarantella_pp.partition.plan.peak_memory import (
     update_bytes,
 )
 from tarantella_pp.partition.plan.plan_parts import CutEdge
+from tarantella_pp.schedule import HeldAgain
 from tests.helpers.plans import costs_of
 from tests.zoo import models
 
@@ -141,7 +142,9 @@ def test_stages_that_send_shapes_first_have_no_window():
 def test_stages_that_recompute_keep_what_they_receive():
     graph = graph_of(dense(), dense(), dense())
     costs = costs_of(graph, 1000, slots=[0] * len(graph.weights))
-    plain, again = (costs.stages([0, 1, 2], [3, 2, 1], repeats)[1] for repeats in ({}, {1: 1}))
+    plain, again = (
+        costs.stages([0, 1, 2], [3, 2, 1], repeats)[1] for repeats in ({}, {1: HeldAgain(1)})
+    )
     assert plain.buffer_bytes == again.buffer_bytes == 2 * 1000 * 16 * 4
     assert again.activation_bytes_total == plain.activation_bytes_total == 2 * 1000 * 16 * 4
 

@@ -13,7 +13,9 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.runtime.stage import stage as stages
 from tarantella_pp.runtime.stage.graph_split import CutError
+from tarantella_pp.runtime.stage.split_backward import _bytes_of
 from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries
+from tarantella_pp.schedule import Schedule, make_schedule
 from tests.helpers.training import distance, in_precision
 
 pytestmark = pytest.mark.keras
@@ -111,11 +113,18 @@ def test_the_gradients_are_those_of_keras(policy, schedule, recompute, limit, mo
 
 
 def test_what_runs_again_changes_no_bit():
-    """In the stages of a pipeline, in float32: kept, cheap operations again, some, and all."""
+    """In the stages of a pipeline, in float32: kept, cheap operations again, some, and all.
+
+    The last ones run by an R, before they are asked for: B and W are left with their own work.
+    """
     found = []
     with in_precision("float32", "float32"):
-        for recompute in ("none", None, "some", "all"):
+        for recompute in ("none", None, "some", "all", "early"):
             options = {"num_stages": 2, "num_micro_batches": 2, "recompute": recompute}
+            if recompute == "early":
+                early = make_schedule("zb-h1", 2, 2).repeating({(0, 1), (1, 0), (1, 1)})
+                own = Schedule.from_text(early.to_text())
+                options |= {"recompute": "all", "schedule": own}
             if recompute == "some":
                 plan = PipelineModel(whole("float32"), **options | {"recompute": "all"}).plan
                 worth = tuple(1e3 * (node % 3) for node in range(len(plan.assignment)))
@@ -124,10 +133,25 @@ def test_what_runs_again_changes_no_bit():
             found.append(trained(model))
             stages_ = model._engine.stages.values()
             found[-1] = found[-1], sum(stage.residual_bytes or 0 for stage in stages_)
+        repeating = [work for stage in stages_ for work in stage._passes]
     (values, kept), *others = found
     for other, less in others:
         np.testing.assert_array_equal(values, other)
         assert less < 0.8 * kept
+    for work in repeating:
+        usual, early = work._kept, work._whole
+        both = [[p.both] if "both" in vars(p) else [p.of_inputs, p.of_weights]
+                for p in (usual, early)]  # fmt: skip
+        with_forward, own, forward = map(products, (*both, [work._repeat]))
+        assert with_forward == own + forward > own
+        # R leaves what a stage keeps that does not recompute.
+        assert _bytes_of(usual.cut.residuals) < 0.8 * _bytes_of(early.cut.residuals)
+
+
+def products(functions):
+    """Counts the products of compiled functions."""
+    nodes = [node for one in functions for node in one._concrete.graph.as_graph_def().node]
+    return sum(any(kind in node.op for kind in ("MatMul", "Conv", "Einsum")) for node in nodes)
 
 
 def test_frozen_stages_keep_nothing_and_others_the_operands_of_their_products():

@@ -58,9 +58,9 @@ def sums_of(costs: StageCostModel, options: Settings, *, likely: bool = False) -
         once, each = state_sums(costs), activation_sums(costs, again=every)
         times = np.array(options.in_flight, float) * (every | ~recomputes)
         if likely:
-            # What is made again is there until its W is done.
+            # What is made again is there until its W is done; without R only parts of the last one.
             little, each = each.sum(), activation_sums(costs, again=False)
-            held = np.array(options.held_again) - 1.0
+            held = np.array([n - (not whole) for n, whole in options.held_again], float)
             times = held + (times - held) * little / max(1.0, each.sum())
     return Prices(once, each, times, wires=wires(costs), alike=alike)
 

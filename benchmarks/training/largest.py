@@ -1,0 +1,293 @@
+"""How deep a model may be in the same memory: plain Keras, this library and PyTorch.
+
+    python benchmarks/training/largest.py --torch-path FOLDER
+    python benchmarks/training/largest.py --models gpt --systems plain --at 5
+
+Each depth trains twice in processes of its own with one thread each, on the same batch: plain Keras
+takes it whole or in 8 parts ("accumulated"), the others in 8 micro-batches. The peak of the largest
+process counts, beyond what it held after a small model of the same kind had trained in it. Printed
+are the MiB that a block more takes, by two depths; the depth where that straight line meets the
+limit (`--at` tries a depth out); planned bytes; and seconds of the second step for each block.
+"Again" recomputes: `recompute="all"`, or `torch.utils.checkpoint` for each block. PyTorch's
+pipeline is 1F1B with equal stages. PyTorch comes from the folder, or its rows are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MIB = 2**20
+MICRO_BATCHES = 8
+GPT = {"vocabulary": 256, "width": 64, "heads": 2}
+LENGTH, FILTERS = 128, 32
+KERAS = ("plain", "accumulated", "ours 1", "ours 1 again", "ours 4", "ours 4 again")
+TORCH = ("torch 1", "torch 4", "torch 4 again")
+
+
+class Subject(NamedTuple):
+    """What is trained."""
+
+    rows: int  # samples of a micro-batch
+    shape: tuple[int, ...]  # of a sample, channels last
+    labels: tuple[int, ...]  # shape of its labels
+
+
+SUBJECTS = {
+    "gpt": Subject(32, (LENGTH,), (LENGTH,)),
+    "resnet": Subject(16, (32, 32, 3), ()),
+}
+
+
+class Memory:
+    """What this process holds beyond what it holds now."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        self._before = self._read("VmRSS")
+
+    def peak(self) -> int:
+        return self._read("VmHWM") - self._before
+
+    def _read(self, field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def samples(name: str, rows: int) -> tuple[Any, Any]:
+    import numpy as np
+
+    subject, rng = SUBJECTS[name], np.random.default_rng(0)
+    rows *= MICRO_BATCHES
+    y = rng.integers(0, 10, (rows, *subject.labels))
+    if name == "gpt":
+        return rng.integers(0, 256, (rows, *subject.shape)), y
+    return rng.normal(size=(rows, *subject.shape)).astype("float32"), y
+
+
+def keras_model(name: str, depth: int) -> Any:
+    import keras
+    from keras import layers
+
+    from benchmarks.sized_models import gpt
+
+    if name == "gpt":
+        return gpt(length=LENGTH, blocks=depth, dropout=0.0, **GPT)
+
+    def normalized(x: Any) -> Any:
+        x = layers.Conv2D(FILTERS, 3, padding="same", use_bias=False)(x)
+        return layers.BatchNormalization()(x)
+
+    inputs = keras.Input(SUBJECTS[name].shape)
+    x = layers.ReLU()(normalized(inputs))
+    for _ in range(depth):
+        y = normalized(layers.ReLU()(normalized(x)))
+        x = layers.ReLU()(layers.Add()([y, x]))
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+
+
+def train_keras(system: str, name: str, depth: int, rows: int) -> dict[str, Any]:
+    import keras
+
+    import tarantella_pp as tnt
+
+    keras.utils.set_random_seed(0)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    x, y = samples(name, rows)
+    rows, planned = len(x), None
+    model = keras_model(name, depth)
+    if system.startswith("ours"):
+        model = tnt.PipelineModel(
+            model, tnt.get_size(), MICRO_BATCHES, batch_size=rows,
+            recompute="all" if "again" in system else None,
+        )  # fmt: skip
+        planned = max(model.plan.rank_bytes(tnt.get_size()))
+        model.compile("adam", loss)
+    else:
+        parts = MICRO_BATCHES if system == "accumulated" else None
+        # XLA's compiler, which Keras would take, needs more memory than the step.
+        optimizer = keras.optimizers.Adam(gradient_accumulation_steps=parts)
+        model.compile(optimizer, loss, jit_compile=False)
+        rows //= parts or 1
+
+    def step() -> None:
+        for i in range(0, len(x), rows):
+            model.train_on_batch(x[i : i + rows], y[i : i + rows])
+
+    return {"planned": planned, "seconds": second(step)}
+
+
+def second(step: Callable[[], None]) -> float:
+    """Runs a step twice, and returns the seconds of the second time."""
+    step()
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def run_keras(system: str, name: str, depth: int) -> tuple[int, dict[str, Any]]:
+    import keras
+
+    import tarantella_pp as tnt
+
+    train_keras(system, name, tnt.get_size(), 1)
+    keras.backend.clear_session()
+    tnt.barrier()
+    memory = Memory()
+    found = train_keras(system, name, depth, SUBJECTS[name].rows)
+    return tnt.get_rank(), {**found, "peak": memory.peak()}
+
+
+def run_torch(system: str, name: str, depth: int, rank: int, folder: Path) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    size = processes(system)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})  # as the launcher does with our ranks
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
+    train_torch(system, name, size, 1, rank, size)
+    dist.barrier()
+    memory = Memory()
+    found = train_torch(system, name, depth, SUBJECTS[name].rows, rank, size)
+    dist.barrier()
+    return {**found, "peak": memory.peak()}
+
+
+def train_torch(
+    system: str, name: str, depth: int, rows: int, rank: int, size: int
+) -> dict[str, Any]:
+    import torch
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch_models import Stage, gpt_parts, residual_parts
+
+    x, y = map(torch.from_numpy, samples(name, rows))
+    if name == "gpt":
+        parts = gpt_parts(depth, **GPT)
+    else:
+        x = x.movedim(-1, 1).contiguous()
+        parts = residual_parts(depth, FILTERS)
+    cuts = [round(i * len(parts) / size) for i in range(size + 1)]
+    module = Stage(parts[cuts[rank] : cuts[rank + 1]], "again" in system)
+    del parts
+    loss = torch.nn.CrossEntropyLoss()
+    optimizer = torch.optim.Adam(module.parameters())
+    if size > 1:
+        stage = PipelineStage(module, rank, size, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, n_microbatches=MICRO_BATCHES, loss_fn=loss)
+
+    def step() -> None:
+        if size == 1:
+            for part, target in zip(x.chunk(MICRO_BATCHES), y.chunk(MICRO_BATCHES), strict=True):
+                (loss(module(part), target) / MICRO_BATCHES).backward()
+        else:
+            last = {"target": y, "losses": []} if rank == size - 1 else {}
+            schedule.step(*([x] if rank == 0 else []), **last)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {"seconds": second(step)}
+
+
+class Trial(NamedTuple):
+    """What a depth took."""
+
+    peak: float
+    planned: float
+    seconds: float
+
+
+def processes(system: str) -> int:
+    return int(system.split()[1]) if " " in system else 1
+
+
+def launch(system: str, name: str, depth: int, torch_path: str) -> Trial:
+    """Trains on as many processes as the system has; the largest one counts."""
+    size = processes(system)
+    with tempfile.TemporaryDirectory() as folder:
+        own = [__file__, "--run", system, "--models", name, "--depth", str(depth)]
+        own += ["--folder", folder]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        if system.startswith("torch"):
+            environment["PYTHONPATH"] = torch_path
+            commands = [[sys.executable, *own, "--rank", str(rank)] for rank in range(size)]
+        else:
+            first = [sys.executable, "-m", "tarantella_pp", "-n", str(size), "--threads", "1"]
+            commands = [[*first, "--", *own]]
+        running = [subprocess.Popen(command, env=environment) for command in commands]
+        try:
+            codes = [process.wait(timeout=900) for process in running]
+        finally:
+            for process in running:
+                process.kill()
+        if any(codes):
+            raise SystemExit(f"{system} failed on {name} of depth {depth}: {codes}")
+        found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    return Trial(*(max(each.get(key) or 0 for each in found) for key in Trial._fields))
+
+
+def measured(attempt: Callable[[int], Trial], size: int, limit: float) -> str:
+    """A straight line through two depths, the depth where it meets the limit, and what is there."""
+    few, many = (size, 3 * size) if size > 1 else (2, 6)
+    first, second = attempt(few), attempt(many)
+    slope = (second.peak - first.peak) / (many - few)
+    depth = int(many + (limit - second.peak) / slope)
+    line = f"{slope / MIB:5.1f} MiB a block, {depth:4} deep"
+    planned = f"planned {second.planned / MIB:.0f} of {second.peak / MIB:.0f} MiB at {many}"
+    return f"{line}; {planned}; {second.seconds / many:.2f} s a block"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--torch-path", default="", help="a folder that torch is installed in")
+    parser.add_argument("--models", nargs="+", default=list(SUBJECTS), choices=SUBJECTS)
+    parser.add_argument("--systems", nargs="+", choices=(*KERAS, *TORCH))
+    parser.add_argument("--limit", type=float, default=2048, help="MiB for each process")
+    parser.add_argument("--at", type=int, help="measure this depth alone")
+    for hidden in ("--run", "--folder"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    for hidden in ("--rank", "--depth"):
+        parser.add_argument(hidden, type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not args.run:
+        report(args)
+        return
+    rank, name = args.rank, args.models[0]
+    if args.run.startswith("torch"):
+        found = run_torch(args.run, name, args.depth, rank, Path(args.folder))
+    else:
+        rank, found = run_keras(args.run, name, args.depth)
+    (Path(args.folder) / f"{rank}.json").write_text(json.dumps(found))
+
+
+def report(args: argparse.Namespace) -> None:
+    """Measures all and prints what is found as it comes."""
+    limit = args.limit * MIB
+    for name in args.models:
+        for system in args.systems or (*KERAS, *(TORCH if args.torch_path else ())):
+            if args.at:
+                found = launch(system, name, args.at, args.torch_path)
+                line = f"{found.peak / MIB:.0f} MiB at {args.at}, {found.seconds:.1f} s"
+            else:
+                attempt = functools.partial(launch, system, name, torch_path=args.torch_path)
+                line = measured(attempt, processes(system), limit)
+            print(f"{name:8}{system:20}{line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -67,12 +67,14 @@ def specs(draw):
     micro_batches=st.integers(1, 10),
     balance=st.sampled_from(["memory", "flops"]),
     recompute=st.sampled_from(["none", "all", (0,)]),
+    limit=st.sampled_from([None, "1TB"]),
 )
-def test_a_plan_says_what_the_simulator_says(spec, micro_batches, balance, recompute):
-    plan = plan_of(spec, micro_batches, balance=balance, recompute=recompute)
+def test_a_plan_says_what_the_simulator_says(spec, micro_batches, balance, recompute, limit):
+    options = {"balance": balance, "recompute": recompute, "memory_limit": limit}
+    plan = plan_of(spec, micro_batches, **options)
     held = [stage.in_flight for stage in plan.stages]
     schedule = plan.schedule_spec().make(micro_batches)
-    assert bool(schedule.repeated) <= (plan.recompute != () and spec.num_ranks > 1)
+    assert bool(schedule.repeated) <= bool(limit and plan.recompute and spec.num_ranks > 1)
     schedule = lower(schedule, plan.links, plan.gradient_links)
     validate(schedule, held)
     assert held == [schedule.in_flight(stage) for stage in range(plan.num_stages)]

@@ -263,9 +263,9 @@ class PlanSimulation:
 
     def repeating(self, schedule: Schedule, costs: Costs) -> Schedule:
         """Has stages repeat while their ranks would wait, where limits leave room for all of it."""
-        plan, held = self.plan, schedule.held_again()
-        limits = plan.limits or (math.inf,) * plan.num_stages
-        fits = set()
+        plan, held, fits = self.plan, schedule.held_again(), set()
+        limits = plan.limits or (0,) * plan.num_stages
+        # Who recomputes without a limit wants to have as little in memory as there can be.
         for i, planned in plan.repeats.items():
             stage = plan.stages[i]
             whole = _recomputed_bytes(stage, planned, held[i]._replace(whole=True))

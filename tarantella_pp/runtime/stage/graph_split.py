@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -167,9 +168,11 @@ def _kept(
 ) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...], tuple[tf.Tensor, ...], bool]:
     """What is kept of a micro-batch, in three parts, and whether dear operations are repeated."""
     there = {tensor.ref() for tensor in first}
-    price = trace.flops_per_byte
-    if there:
-        price = lambda op: min(trace.flops_per_byte(op), FLOPS_PER_BYTE)  # noqa: E731
+    dearest = FLOPS_PER_BYTE if there else math.inf
+
+    def price(op: tf.Operation) -> float:
+        return min(trace.flops_per_byte(op), dearest)
+
     gradients = [*trace.input_gradients, *trace.weight_gradients]
     read, _ = frontier(gradients, lambda t: t.op not in sides.after)
     kept, dear = _least(sides, read, only_on_weights, there, price)
@@ -185,8 +188,7 @@ def _kept(
     read_by_w, _ = frontier(trace.weight_gradients, is_older)
     older = [tensor for tensor in read_by_w if tensor.op not in of_b]
     # B repeats dear operations once, for both.
-    price = (lambda op: 0.0) if dear else price
-    for_w, _ = _least(sides, older, only_on_weights, there, price)
+    for_w, _ = _least(sides, older, only_on_weights, there, (lambda op: 0.0) if dear else price)
     from_b = [tensor for tensor in read_by_w if tensor.op in of_b]
     # What both need waits for W, and B only looks at it.
     return (

@@ -81,7 +81,7 @@ def train_runs(runs: Sequence[Sequence[Any]]) -> list[list[Any]]:
         again.clear()
         model = make(
             CASES[name], num_stages=stages, num_micro_batches=micro_batches, schedule=schedule,
-            num_replicas=replicas, recompute=recompute,
+            num_replicas=replicas, recompute=recompute, memory_limit=recompute and "1TB",
         )  # fmt: skip
         outcome = training.trained(model, name)
         slots = [v.path for v in model.optimizer.variables if len(v.shape)]
@@ -155,7 +155,7 @@ def search_and_narrow(folder):
     """Trains with a schedule that is searched for, with one of the user's, and in bfloat16."""
     training.use_float64()
     found = {}
-    options = {"schedule": "zb-auto", "recompute": "all"}
+    options = {"schedule": "zb-auto", "recompute": "all", "memory_limit": "1TB"}
     model = make(MLP, num_stages=4, num_micro_batches=3, **options)
     found["searched"] = fitted(model, MLP)
     found["schedule"] = model.plan.schedule_text

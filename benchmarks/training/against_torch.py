@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROWS = {"mlp": 64, "cnn": 8, "transformer": 4}
@@ -109,9 +109,16 @@ def measure(step: Callable[[], object]) -> list[float]:
     return times[WARM_UP:]
 
 
-def run_together(commands: Sequence[Sequence[str]], failure: str) -> None:
+def run_together(
+    commands: Sequence[Sequence[str]], failure: str, variables: Mapping[str, str] | None = None
+) -> None:
     """Runs processes with one thread each; ends the program with a message if one fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        **(variables or {}),
+    }
     running = [subprocess.Popen(command, env=environment) for command in commands]
     try:
         codes = [process.wait(timeout=600) for process in running]

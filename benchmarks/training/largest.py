@@ -20,7 +20,6 @@ import functools
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -218,25 +217,20 @@ def processes(system: str) -> int:
 
 def launch(system: str, name: str, depth: int, torch_path: str) -> Trial:
     """Trains on as many processes as the system has; the largest one counts."""
+    from against_torch import run_together
+
     size = processes(system)
     with tempfile.TemporaryDirectory() as folder:
         own = [__file__, "--run", system, "--models", name, "--depth", str(depth)]
         own += ["--folder", folder]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        variables = {}
         if system.startswith("torch"):
-            environment["PYTHONPATH"] = torch_path
+            variables["PYTHONPATH"] = torch_path
             commands = [[sys.executable, *own, "--rank", str(rank)] for rank in range(size)]
         else:
             first = [sys.executable, "-m", "tarantella_pp", "-n", str(size), "--threads", "1"]
             commands = [[*first, "--", *own]]
-        running = [subprocess.Popen(command, env=environment) for command in commands]
-        try:
-            codes = [process.wait(timeout=900) for process in running]
-        finally:
-            for process in running:
-                process.kill()
-        if any(codes):
-            raise SystemExit(f"{system} failed on {name} of depth {depth}: {codes}")
+        run_together(commands, f"{system} failed on {name} of depth {depth}", variables)
         found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     return Trial(*(max(each.get(key) or 0 for each in found) for key in Trial._fields))
 

@@ -128,8 +128,8 @@ class Schedule:
     def runs_all_forwards_first(self, stage: int) -> bool:
         """Returns whether `stage` has all its forwards behind it before its first backward."""
         own = self.actions[self.placement[stage]]
-        every = [a.kind for a in own if isinstance(a, Compute) and a.stage == stage]
-        kinds = [kind for kind in every if kind != "R"]
+        computations = [a for a in own if isinstance(a, Compute) and a.stage == stage]
+        kinds = [a.kind for a in computations if a.kind != "R"]
         forwards = kinds.count("F")
         return kinds[:forwards] == ["F"] * forwards
 

@@ -39,10 +39,15 @@ AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
 def planned_step(plan: PlanData) -> StepTimeline:
     """Plays the step of a plan on its machine, with all replicas: what all displays show."""
+    simulation = _as_planned(plan, plan.num_micro_batches)
+    return simulation.replicated(simulation.step(), plan.num_replicas)
+
+
+def _as_planned(plan: PlanData, num_micro_batches: int) -> PlanSimulation:
+    """A plan with its own schedule on its machine."""
     # Plans from before they named a machine are played on any, with messages that take no time.
     machine = plan.machine or HardwareSpec(bandwidth=None, latency=0.0)
-    simulation = PlanSimulation(plan, machine, plan.schedule, plan.num_micro_batches)
-    return simulation.replicated(simulation.step(), plan.num_replicas)
+    return PlanSimulation(plan, machine, plan.schedule, num_micro_batches)
 
 
 def with_step(plan: AnyPlan) -> AnyPlan:
@@ -60,8 +65,7 @@ def with_repeats(plan: AnyPlan) -> AnyPlan:
     spec = plan.schedule_spec()
     if not plan.recompute or spec.custom is not None or spec.name == SEARCHED:
         return plan
-    machine = plan.machine or HardwareSpec(bandwidth=None, latency=0.0)
-    simulation = PlanSimulation(plan, machine, plan.schedule, plan.num_micro_batches)
+    simulation = _as_planned(plan, plan.num_micro_batches)
     found = simulation.repeating(spec.make(plan.num_micro_batches), simulation.costs())
     plan = msgspec.structs.replace(plan, stages=_holding(plan, found))
     return msgspec.structs.replace(plan, in_bubbles=tuple(sorted(found.repeated)))
@@ -90,8 +94,7 @@ def _recomputed_bytes(stage: StagePlan, planned: HeldAgain, now: HeldAgain) -> i
 
 def searched(plan: PlanData, spec: ScheduleSpec, num_micro_batches: int) -> ScheduleSpec:
     """Searches for the schedule `zb-auto` of a plan, with the costs that it was planned with."""
-    machine = plan.machine or HardwareSpec(bandwidth=None, latency=0.0)
-    simulation = PlanSimulation(plan, machine, plan.schedule, num_micro_batches)
+    simulation = _as_planned(plan, num_micro_batches)
     found = simulation.search(spec, simulation.costs(spec.num_ranks), _search_limits(plan))
     return ScheduleSpec.of_custom(found, spec.num_stages, spec.num_ranks)
 

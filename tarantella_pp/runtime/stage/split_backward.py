@@ -67,8 +67,8 @@ class SplitBackward:
     def repeat(self, key: int) -> None:
         """Makes again, and keeps, what the backward pass of `key` would repeat that is dear."""
         if self._traced is not None:
+            self._repeated.add(key)  # first: `clear` must know of it if an error comes midway
             self._repeat(_key(key))
-            self._repeated.add(key)
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""

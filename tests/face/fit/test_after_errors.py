@@ -13,6 +13,7 @@ from keras import layers
 
 import tarantella_pp
 from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.schedule import Schedule, make_schedule
 from tests.helpers.training import compiled_once, distance, floats, integers
 
 pytestmark = pytest.mark.keras
@@ -38,9 +39,8 @@ def model_of_all_kinds():
     return keras.Model(ids, layers.Add()([x, layers.Dense(24)(x)]))
 
 
-def pipeline_of_all_kinds(schedule=None):
-    model = model_of_all_kinds()
-    return compiled(PipelineModel(model, 3, num_micro_batches=3, schedule=schedule))
+def pipeline_of_all_kinds(**options):
+    return compiled(PipelineModel(model_of_all_kinds(), 3, num_micro_batches=3, **options))
 
 
 def compiled(model, **options):
@@ -51,7 +51,8 @@ def compiled(model, **options):
 @compiled_once
 def split_pipeline():
     """One for most tests, whose schedule has all kinds of actions."""
-    return pipeline_of_all_kinds("zb-h1")
+    repeated = make_schedule("zb-h1", 3, 3).repeating({(1, 0), (1, 2), (2, 1)})
+    return pipeline_of_all_kinds(schedule=Schedule.from_text(repeated.to_text()), recompute="all")
 
 
 class Reference:

@@ -54,11 +54,11 @@ def block(x: keras.KerasTensor, filters: int, strides: int) -> keras.KerasTensor
     return layers.ReLU()(layers.Add()([shortcut, x]))
 
 
-def build_model(filters: int = 16, blocks: int = 2) -> keras.Model:
+def build_model(filters: int = 16, blocks: int = 2, levels: int = 3) -> keras.Model:
     """Builds a residual network with ten outputs, one for each digit."""
     image = keras.Input((8, 8, 1))
     x = layers.ReLU()(layers.BatchNormalization()(convolution(image, filters, 3, 1)))
-    for level in range(3):
+    for level in range(levels):
         for i in range(blocks):
             x = block(x, filters * 2**level, strides=2 if level and not i else 1)
     x = layers.GlobalAveragePooling2D()(x)

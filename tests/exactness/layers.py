@@ -41,7 +41,7 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
     "activation": lambda: "tanh",
     "axes": lambda: 1,
     "cell": lambda: layers.LSTMCell(3),
-    "cells": lambda: [layers.GRUCell(3), layers.LSTMCell(3)],
+    "cells": lambda: [layers.SimpleRNNCell(3), layers.SimpleRNNCell(2)],
     "dims": lambda: (2, 1),
     "equation": lambda: "ab,bc->ac",
     "factor": lambda: 0.3,
@@ -75,7 +75,7 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
 }
 # What needs more than that, or a value of its own for a name that others have.
 MADE: dict[str, Callable[[], layers.Layer]] = {
-    "Bidirectional": lambda: layers.Bidirectional(layers.LSTM(2)),
+    "Bidirectional": lambda: layers.Bidirectional(layers.SimpleRNN(2)),
     "CategoryEncoding": lambda: layers.CategoryEncoding(num_tokens=5),
     "Discretization": lambda: layers.Discretization([-0.5, 0.5]),
     "GroupNormalization": lambda: layers.GroupNormalization(groups=1),
@@ -107,9 +107,11 @@ VARIANTS: dict[str, Callable[[], layers.Layer]] = {
     "Dense(kernel_regularizer)": lambda: layers.Dense(3, kernel_regularizer="l2"),
     "GRU(dropout)": lambda: layers.GRU(3, dropout=0.3, recurrent_dropout=0.3),
     "Lambda over all samples": lambda: layers.Lambda(lambda x: x - ops.mean(x, 0)),
-    "LSTM(return_state)": lambda: layers.LSTM(3, return_sequences=True, return_state=True),
-    "LSTM(unroll)": lambda: layers.LSTM(3, unroll=True),
     "MultiHeadAttention(dropout)": lambda: layers.MultiHeadAttention(2, 3, dropout=0.3),
+    "SimpleRNN(return_state)": lambda: layers.SimpleRNN(
+        3, return_sequences=True, return_state=True
+    ),
+    "SimpleRNN(unroll)": lambda: layers.SimpleRNN(3, unroll=True),
 }
 
 
@@ -229,9 +231,10 @@ def middle_of(name: str, make: Callable[[], layers.Layer]) -> Middle:
     raise ExceptionGroup(f"Keras cannot run {name}", errors)
 
 
-ON_DEMAND = ("*1D", "*1DTranspose", "*3D", "*3DTranspose", "Random*")
+ON_DEMAND = ("*1D", "*1DTranspose", "*3D", "*3DTranspose", "*Cell", "Random*")
 USUALLY = ("RandomBrightness", "RandomCrop")
-"""Of layers that differ in dimensions only, or in what they draw, the others are left out."""
+"""Of layers that differ in dimensions only, or in what they draw, the others are left out; RNN,
+GRU and SimpleRNN run the cells."""
 
 Y = floats(2, seed=5)
 WEIGHTS = {"sample_weight": np.random.default_rng(4).uniform(0.2, 2, size=SAMPLES)}

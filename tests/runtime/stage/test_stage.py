@@ -79,7 +79,7 @@ def plain(policy, parts):
     return trained(whole(parts))
 
 
-def whole(parts=(flat, bottleneck)):
+def whole(parts=IN_HALF):
     keras.utils.set_random_seed(1)
     x = inputs = keras.Input((5, 4))
     for part in parts:

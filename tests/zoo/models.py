@@ -29,10 +29,10 @@ def mlp():
     return keras.Model(inputs, layers.Dense(3)(x))
 
 
-def residual_cnn(normalization=lambda: layers.LayerNormalization(axis=[1, 2, 3])):
+def residual_cnn(normalization=lambda: layers.LayerNormalization(axis=[1, 2, 3]), blocks=2):
     inputs = keras.Input((6, 6, 2))
     x = layers.Conv2D(4, 3, padding="same")(inputs)
-    for _ in range(2):
+    for _ in range(blocks):
         y = normalization()(x)
         y = layers.Activation("relu")(y)
         y = layers.Conv2D(4, 3, padding="same", use_bias=False)(y)
@@ -41,8 +41,8 @@ def residual_cnn(normalization=lambda: layers.LayerNormalization(axis=[1, 2, 3])
     return keras.Model(inputs, layers.Dense(3, activation="softmax")(x))
 
 
-def batch_norm_cnn():
-    return residual_cnn(layers.BatchNormalization)
+def batch_norm_cnn(blocks=2):
+    return residual_cnn(layers.BatchNormalization, blocks)
 
 
 def two_in_two_out():

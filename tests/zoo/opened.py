@@ -158,7 +158,7 @@ class Told(layers.Layer):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.words, self.read = layers.Embedding(7, 4), layers.LSTM(4, return_sequences=True)
+        self.words = layers.Embedding(7, 4)
         self.judged, self.pool, self.shift = (
             [Judged(), Judged()],
             layers.GlobalAveragePooling1D(),
@@ -168,7 +168,6 @@ class Told(layers.Layer):
     def build(self, shape):
         self.start = self.add_weight(shape=(1, 4), initializer="normal")
         self.words.build(shape)
-        self.read.build((*shape, 4))
         self.shift.build((None, 4))
         for judged in self.judged:
             judged.first.build((None, 4))
@@ -177,7 +176,7 @@ class Told(layers.Layer):
 
     def call(self, ids):
         real = ops.not_equal(ids, 0)
-        x = self.pool(self.read(self.words(ids), mask=real), mask=real)
+        x = self.pool(self.words(ids), mask=real)
         for judged in self.judged:
             x = judged(judged(x)) + self.shift(self.start)
         return x

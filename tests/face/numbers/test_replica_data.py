@@ -38,9 +38,8 @@ class Batches(keras.utils.PyDataset):
 def compiled(wrap):
     """Weights of whole cache lines, which are packed for messages without gaps."""
     keras.utils.set_random_seed(1)
-    x = inputs = keras.Input((6,))
-    for _ in range(3):
-        x = layers.Dense(8, activation="tanh")(x)
+    inputs = keras.Input((6,))
+    x = layers.Dense(8, activation="tanh")(inputs)
     model = wrap(keras.Model(inputs, layers.Dense(8, activation="softmax")(x)))
     eagerly = not isinstance(model, tnt.PipelineModel)  # the same numbers, sooner
     measured = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}

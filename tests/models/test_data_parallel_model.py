@@ -115,9 +115,7 @@ def train_subclassed(folder):
     model.save(f"{folder}/m.keras")
     saved = keras.saving.load_model(f"{folder}/m.keras", custom_objects={"Residual": Residual})
     again = Model(saved)
-    found["on"] = [
-        m.fit({"a": X}, TARGETS, verbose=0, shuffle=False).history for m in (model, again)
-    ]
+    found["on"] = [random_numbers_of(m)["fit"] for m in (model, again)]
     found["random"] = random_numbers_of(residual(lambda model: with_inputs(model), rate=0.4))
     return json.loads(json.dumps(found))
 

@@ -14,15 +14,18 @@ from tarantella_pp.runtime.batch_step import BatchStep
 from tests.helpers import training
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import BATCH, LABELS, ROUNDING, WEIGHTED, Case, X, distance, make, sgd
-from tests.zoo.models import mlp
 
 pytestmark = pytest.mark.keras
 
 ONE_HOT = np.eye(3)[LABELS]
 
 
+def perceptron():
+    return keras.Sequential([keras.Input((6,)), layers.Dense(5, "tanh"), layers.Dense(3)])
+
+
 def classifier():
-    return keras.Sequential([mlp(), layers.Softmax()])
+    return keras.Sequential([perceptron(), layers.Softmax()])
 
 
 def largest_error(y, p):
@@ -265,7 +268,7 @@ class Sees(keras.callbacks.Callback):
 def see(**options):
     def build():
         ends = [Watched(*SEEN["mean of samples"]) for _ in range(2)]
-        return keras.Sequential([keras.Input(X.shape[1:]), ends[0], mlp(), ends[1]])
+        return keras.Sequential([keras.Input(X.shape[1:]), ends[0], perceptron(), ends[1]])
 
     model, sees = make(Case(build, X, ONE_HOT, lambda: {"loss": "mse"}), **options), Sees()
     model.evaluate(X, ONE_HOT, batch_size=BATCH, verbose=0, callbacks=[sees])

@@ -30,7 +30,10 @@ def unbatched(texts):
 
 
 def numbers_of(wrap):
-    """All that a task gives: logs, predictions, weights, and what it does by itself afterwards."""
+    """All that a task gives: logs, predictions, weights, and what it does by itself afterwards.
+
+    And the model.
+    """
     keras.utils.set_random_seed(1)
     task = Task()
     task.compile(sampler="random")
@@ -50,23 +53,22 @@ def numbers_of(wrap):
         model.gather()
     found.append(model.next_letters("a plane"))
     found += [weight.tolist() for weight in model.get_weights()]
-    return found
+    return found, model
 
 
 def on_ranks():
     use_float64()
-    found = [numbers_of(pipeline), numbers_of(tnt.Model)]
-    model = pipeline(Task())
+    (of_stages, model), (of_replicas, _) = map(numbers_of, (pipeline, tnt.Model))
     rank = tnt.get_rank()
     with pytest.raises(ConfigurationError, match="must have the same data"):
         model.fit(TEXTS if rank == 0 else TEXTS[::-1], verbose=0)
     history = model.fit(TEXTS if rank == 0 else None, batch_size=7, verbose=0).history
-    return found, history["loss"]
+    return [of_stages, of_replicas], history["loss"]
 
 
 @functools.cache
 def expected():
-    return numbers_of(plain)
+    return numbers_of(plain)[0]
 
 
 @pytest.mark.mpi

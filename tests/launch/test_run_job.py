@@ -19,7 +19,7 @@ PROGRAM = """
     run_job.START_SECONDS = 3.0
     command, hosts = [sys.executable, "-c", sys.argv[1]], [HostRanks(h, 0, 2) for h in sys.argv[2:]]
     attempts = [
-        run_job.Attempt(command, {**os.environ, "ATTEMPT": str(n)}, 2, hosts) for n in range(9)
+        run_job.Attempt(command, {**os.environ, "ATTEMPT": str(n)}, 2, hosts) for n in range(6)
     ]
     options = eval(os.environ.get("OPTIONS", "{}"))
     sys.exit(run_job.run_job(Mpich("mpiexec"), attempts, **options))
@@ -99,7 +99,7 @@ RESTARTED = [
         "attempt == '1' and os.kill(os.getppid(), 15); say(0, 'failed', cause=attempt)",
         {"restarts": 8}, 75, 1, "the job was stopped by SIGTERM\n",
     ),
-    ("say(0, 'failed', cause=attempt)", {"restarts": 9}, 1, 8, "no host of the job answers any"),
+    ("say(0, 'failed', cause=attempt)", {"restarts": 9}, 1, 5, "no host of the job answers any"),
 ]  # fmt: skip
 
 

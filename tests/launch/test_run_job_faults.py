@@ -139,7 +139,7 @@ def test_a_job_that_takes_too_long_is_killed(python):
 
 @pytest.mark.slow
 def test_faults_that_make_launchers_hang_now_and_then(python):
-    for _ in range(20 if more_asked_for() else 2):
+    for _ in range(20 if more_asked_for() else 1):
         expect_failures(python, ["sigkill", "_exit5", "orphan"], "barrier", ranks=3)
 
 

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from tarantella_pp import demo
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models import agreed_plan
@@ -46,7 +47,7 @@ def largest(plan):
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "batch_size"), [(2, 64), (4, 96), pytest.param(3, 1024, marks=pytest.mark.slow)]
+    ("num_stages", "batch_size"), [(2, 64), (4, 96), pytest.param(3, 128, marks=pytest.mark.slow)]
 )
 def test_the_fastest_number_of_micro_batches_is_chosen(num_stages, batch_size):
     model, given = tower(8), {"batch_size": batch_size, "machine": SLOW}
@@ -248,13 +249,13 @@ def test_the_bubble_is_one_and_the_same_everywhere(options, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def resnet():
-    return extract(keras.applications.ResNet50(weights=None))
+    return extract(demo.build_model((64, 64, 3)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [16, None])
 def test_the_default_is_the_fastest_plan(resnet, number):
-    model, batch_size = (tower(8), 4096) if number is None else (resnet, 64)
+    model, batch_size = (tower(8), 4096) if number is None else (resnet, 256)
     given = {"batch_size": batch_size, "num_micro_batches": number}
     plan = make_plan(model, 4, **given)
     assert plan.balance == "flops"
@@ -278,7 +279,7 @@ def test_a_measured_profile_is_chosen_by(resnet):
         NodeProfile(node.name, (1e-3 * (node.id in slow),), (2e-3 * (node.id in slow),))
         for node in graph.nodes
     )
-    profile = Profile("resnet50", graph.fingerprint(), 1, (8,), nodes)
+    profile = Profile("digits", graph.fingerprint(), 1, (8,), nodes)
     plan = make_plan(resnet, 2, profile=profile, num_micro_batches=4, schedule="1f1b")
     assert plan.stages[0].seconds is not None
     by_time = make_plan(

@@ -314,7 +314,7 @@ SLOW = [
     (nothing_trained, case(frozen), {}),
     (frozen_and_thawed, case(normalized), {"num_micro_batches": 1}),
     (in_dictionaries, BY_NAME, {}),
-    (sequences, Case(any_length, None, None, regression()), {"num_stages": 3}),
+    (sequences, Case(any_length, None, None, regression()), {}),
 ]
 
 

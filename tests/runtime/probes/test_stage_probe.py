@@ -471,9 +471,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("build", "x", "options"), slowly(EXACT, lambda given: "balance" in given)
-)
+@pytest.mark.parametrize(("build", "x", "options"), slowly(EXACT, lambda given: "balance" in given))
 def test_what_is_none_or_is_not_cut_is_exact(build, x, options):
     found = []
     for wrap in (compiled, functools.partial(piped, **options)):

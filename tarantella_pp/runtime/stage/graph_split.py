@@ -153,7 +153,7 @@ class _Sides:
         for op in b_ops | w_ops:
             if has_effect(op):
                 raise CutError(f"the backward pass has a side effect: {op.type} '{op.name}'")
-        order = {op: place for place, op in enumerate(operations)}
+        order = _topological(operations)
         reached = {g.op: 1 << place for place, g in enumerate(trace.weight_gradients)}
         for op in sorted(w_ops, key=order.__getitem__, reverse=True):
             readers = {reader for tensor in op.outputs for reader in tensor.consumers()}
@@ -161,6 +161,22 @@ class _Sides:
                 reached[op] = reached.get(op, 0) | reached.get(reader, 0)
         shared = {op for op in w_ops if reached.get(op, 0).bit_count() > 1}
         return cls(order, after, b_ops, w_ops, b_ops | shared)
+
+
+def _topological(operations: Sequence[tf.Operation]) -> dict[tf.Operation, int]:
+    """The place of each operation after all that it is given.
+
+    Loops are given, after they were made, the lists in which they keep what gradients need.
+    """
+    order: dict[tf.Operation, int] = {}
+    for op in operations:
+        todo = [op]
+        while todo:
+            later = [tensor.op for tensor in todo[-1].inputs if tensor.op not in order]
+            todo += later
+            if not later:
+                order.setdefault(todo.pop(), len(order))
+    return order
 
 
 def _kept(

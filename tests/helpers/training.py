@@ -207,7 +207,7 @@ def make(case: Case, **options: Any) -> keras.Model:
         # But the logs of single outputs of Keras depend on it where the last batch is short.
         short = len(keras.tree.flatten(case.x)[0]) % case.batch
         eagerly = not (short and isinstance(case.y, (list, dict)))
-        model.compile(**case.compiled(), run_eagerly=eagerly)
+        model.compile(**case.compiled(), run_eagerly=eagerly, jit_compile=False)
     return model
 
 

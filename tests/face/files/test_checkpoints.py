@@ -29,9 +29,7 @@ def network():
     keras.utils.set_random_seed(1)
     inputs = keras.Input((6,))
     x = layers.Dense(8, activation="tanh")(inputs)
-    x = layers.Dropout(0.3)(x)
-    x = layers.LayerNormalization()(x)
-    x = layers.Dense(8, activation="relu", use_bias=False)(x)
+    x = layers.LayerNormalization()(layers.Dropout(0.3)(x))
     return keras.Model(inputs, layers.Dense(3)(layers.Dropout(0.2)(x)))
 
 

@@ -136,9 +136,8 @@ def test_reads_on_the_wrong_rank(tmp_path):
 def with_a_layer(shared):
     """A model that ends with a layer, and one that begins with it."""
     first, last = keras.Input((6,)), keras.Input((6,))
-    x = keras.layers.Dense(6)(keras.layers.Dense(6, activation="tanh")(first))
-    y = keras.layers.Dense(6, activation="tanh")(shared(last))
-    return keras.Model(first, shared(x)), keras.Model(last, keras.layers.Dense(6)(y))
+    x = keras.layers.Dense(6, activation="tanh")(first)
+    return keras.Model(first, shared(x)), keras.Model(last, keras.layers.Dense(6)(shared(last)))
 
 
 def take_turns(wrap):

@@ -22,9 +22,8 @@ def kinked():
     inputs = keras.Input((6,))
     x = layers.Dense(8, use_bias=False, kernel_regularizer="l2")(inputs)
     x = layers.Lambda(lambda h: ops.sqrt(ops.square(h)))(x)
-    x = layers.Dense(8, activation="tanh", kernel_regularizer="l2", activity_regularizer="l2")(x)
-    x = layers.Dense(3)(x)
-    return keras.Model(inputs, layers.Activation("softplus")(layers.Activation("tanh")(x)))
+    x = layers.Dense(3, activation="tanh", kernel_regularizer="l2", activity_regularizer="l2")(x)
+    return keras.Model(inputs, layers.Activation("softplus")(x))
 
 
 DATA = X.copy()

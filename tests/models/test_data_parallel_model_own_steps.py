@@ -19,6 +19,9 @@ from tests.helpers.training import distance, use_float64
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
 
+ALONE = [case for case in CASES if case != "adversaries"]  # which write checkpoints
+
+
 class Normalized(Regression):
     """Its first layer takes statistics of the data, which are exact; draws random numbers.
 
@@ -110,12 +113,12 @@ def normalized(wrap=None):
     return [np.array(v).tolist() for v in averages], model
 
 
-def adversaries(*callbacks):
+def adversaries(*callbacks, wrap=None):
     """The steps of a `fit` of uneven batches; what it and one more, without callbacks, give."""
     keras.utils.set_random_seed(3)
     build, compiled_with, x = CASES["adversaries"]
-    model = tnt.Model(build())
-    model.compile(*compiled_with())
+    model = wrap(build()) if wrap else build()
+    model.compile(*compiled_with(), run_eagerly=wrap is None)
     steps = []
     count = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: steps.append(batch)
@@ -123,7 +126,7 @@ def adversaries(*callbacks):
     slower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.8 * rate)
     options = {"epochs": 2, "validation_split": 0.2, "verbose": 0, "batch_size": 7}
     first = model.fit(x, Y, callbacks=[*callbacks, count, slower], **options)
-    again = model.fit(x, Y, **options).history
+    again = model.fit(x, Y, **{**options, "batch_size": 17}).history  # the last one of one sample
     weights = [weight.tolist() for weight in model.get_weights()]
     return steps, [first.epoch, first.history, again, weights]
 
@@ -131,7 +134,8 @@ def adversaries(*callbacks):
 def checkpointed(folder):
     """A calm run; one that stops in its second epoch, goes on, and has nothing left to train."""
     own = lambda: tnt.callbacks.Checkpoint(f"{folder}/run", every=2)  # noqa: E731
-    return [adversaries(*each) for each in ((), (own(), At(4, stop)), (own(),), (own(),))]
+    runs = (), (own(), At(4, stop)), (own(),), (own(),)
+    return [adversaries(*callbacks, wrap=tnt.Model) for callbacks in runs]
 
 
 def refused(wrap, folder):
@@ -165,7 +169,7 @@ def train(folder):
     assert isinstance(tnt.Model(plain), Normalized)
     assert type(plain) is Normalized  # the user's model stays what it was
     found = {}
-    for case in CASES:
+    for case in ALONE:
         found[case] = numbers_of(case, tnt.Model, seed=3 + tnt.get_rank())
     found["averages"], model = normalized(tnt.Model)
     found["seeds"] = np.array(model.drop.seed_generator.state).tolist()
@@ -205,7 +209,8 @@ def test_ranks_train_as_one_process(tmp_path, capsys):
         assert continued == [calm, calm]
     assert all(result == results[0] for result in results)
     first = results[0]
-    for case in CASES:
+    assert distance(adversaries()[1], first["checkpointed"][0][1]) < 1e-10
+    for case in ALONE:
         assert distance(numbers_of(case), first[case]) < 1e-10, case
     assert distance(normalized()[0], first["averages"]) < 1e-10
     assert distance(branching(), first["branches"]) < 1e-10

@@ -23,8 +23,8 @@ _NUMBERED = (
     "name", "shared_object_id",
     # These refer to layers by name; how layers hang together is part of the fingerprint.
     "inbound_nodes", "input_layers", "output_layers",
-    # The model may have been compiled before it was wrapped.
-    "compile_config",
+    # The model may have been compiled before it was wrapped, or built only by training.
+    "compile_config", "build_config",
 )  # fmt: skip
 
 

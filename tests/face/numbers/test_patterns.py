@@ -74,6 +74,12 @@ class TransformerBlock(layers.Layer):
         return self.second(x + self.drop(self.net(x), training=training))
 
 
+def transformer() -> keras.Model:
+    inputs = keras.Input((6,), dtype="int32")
+    x = layers.GlobalAveragePooling1D()(TransformerBlock(8, 2)(TokenAndPosition(6, 8)(inputs)))
+    return keras.Model(inputs, layers.Dense(3, activation="softmax")(layers.Dense(5)(x)))
+
+
 class Distance(layers.Layer):
     """How far two vectors are from each other."""
 
@@ -172,7 +178,7 @@ def sequence_to_sequence() -> keras.Model:
 
 def two_towers() -> keras.Model:
     user, item = keras.Input((), dtype="int32", name="user"), keras.Input((3,), dtype="int32")
-    items = TokenAndPosition(3, 5, name="items")
+    items = layers.Embedding(WORDS, 5, name="items")
     x = layers.Dense(5, "relu")(layers.Embedding(WORDS, 5)(user))
     y = layers.Dense(5, "relu")(ops.mean(items(item), axis=1))
     return keras.Model([user, item], layers.Dot(axes=1, normalize=True)([x, y]))
@@ -293,6 +299,9 @@ def one_hot(*shape: int) -> Any:
 
 CLASSES, SIGNS = integers(3)[:ROWS], integers(2, 64)[:ROWS]
 PATTERNS = {
+    "transformer": Pattern(
+        transformer, ids(6), CLASSES, "sparse_categorical_crossentropy", ("accuracy",)
+    ),
     "siamese": Pattern(siamese, [of(6), of(6, seed=1)], SIGNS[:, :1], "binary_crossentropy"),
     "ctc": Pattern(ctc, [of(5, 6), 1 + integers(4, 2)[:ROWS]], None, None, ()),
     "u_net": Pattern(u_net, of(8, 8, 2), SIGNS.reshape(-1, 8, 8, 1), "binary_crossentropy"),

@@ -205,9 +205,9 @@ def make(case: Case, **options: Any) -> keras.Model:
     else:
         # Eager steps give the same numbers, and these models would be traced longer than run.
         # But the logs of single outputs of Keras depend on it where the last batch is short.
-        short = len(keras.tree.flatten(case.x)[0]) % case.batch
-        eagerly = not (short and isinstance(case.y, (list, dict)))
-        model.compile(**case.compiled(), run_eagerly=eagerly, jit_compile=False)
+        several = isinstance(case.y, (list, dict))
+        short = several and len(keras.tree.flatten(case.x)[0]) % case.batch
+        model.compile(**case.compiled(), run_eagerly=not short, jit_compile=False)
     return model
 
 

@@ -35,6 +35,7 @@ SHARDED = CASES["looked_up_again, evenly"]
 def begun(**options):
     keras.utils.set_random_seed(1)
     model = SHARDED.build()
+    model.trainable_variables[1].regularizer = keras.regularizers.L2(0.01)
     model = PipelineModel(model, 2, **options) if options else model
     compiled = {**SHARDED.compiled(), "optimizer": averaging()}
     model.compile(**compiled, run_eagerly=not options)
@@ -61,7 +62,9 @@ def train_sharded(folder):
 def test_sharded_optimizers_give_the_same_bits(tmp_path, python):
     run = mpi_run(4, train_sharded, str(tmp_path), timeout=400, python=python).check()
     whole, sharded = run.results[0][0]
-    assert whole == sharded
+    for a, b in zip(whole, sharded, strict=True):
+        assert a["weights"] == b["weights"]
+        assert distance(a, b) < training.BITS  # penalties of a loss are added otherwise
     assert distance(fitted(begun(), SHARDED), whole[0]) < ROUNDING
     slots = [result[1] for result in run.results]
     assert sum(own for _, own in slots) == sum(own for own, _ in slots) // 2  # two have each stage

@@ -84,22 +84,25 @@ def looks_at_all_gradients(optimizer: Any) -> bool:
 
 
 def summands(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -> tf.Tensor:
-    """What a step needs to know of some gradients, in numbers to be added up over the model."""
-    infinite, squares = tf.zeros((), tf.float64), tf.zeros((), tf.float64)
+    """What a step needs to know of some gradients: whether one is not finite, the squares of each.
+
+    Squares are added up in the order of the model's weights, whatever rank has which.
+    """
+    infinite = tf.zeros((), tf.float64)
+    squares = [infinite] * len(weights)
     if scales_dynamically(optimizer):
         infinite = 1.0 - tf.cast(optimizer.check_finite(gradients), tf.float64)
     if _clips_globally(optimizer):
-        clipped = _clipped(optimizer, gradients, weights)
-        terms = (tf.cast(keras.ops.sum(keras.ops.square(g)), tf.float64) for g in clipped)
-        squares = tf.add_n([squares, *terms])
-    return tf.stack([infinite, squares])
+        for place, gradient in _clipped(optimizer, gradients, weights):
+            squares[place] = tf.cast(keras.ops.sum(keras.ops.square(gradient)), tf.float64)
+    return tf.stack([infinite, *squares])
 
 
 @contextlib.contextmanager
 def with_global_norm(optimizer: Any, totals: tf.Tensor) -> Iterator[None]:
     """Has an optimizer that is given some gradients clip and scale by the norm of all."""
     inner, most = wrapped_in(optimizer), wrapped_in(optimizer).global_clipnorm
-    norm = tf.sqrt(totals[1])
+    norm = tf.sqrt(tf.reduce_sum(totals[1:]))
 
     def clip(gradients: Sequence[Any]) -> list[Any]:
         # As Keras does. What is not finite stays so, and makes all gradients NaN.
@@ -122,10 +125,12 @@ def _clips_globally(optimizer: Any) -> bool:
     return bool(getattr(wrapped_in(optimizer), "global_clipnorm", None))
 
 
-def _clipped(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -> Iterator[Any]:
+def _clipped(
+    optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]
+) -> Iterator[tuple[int, Any]]:
     """What `global_clipnorm` clips: gradients unscaled, or their means over several steps."""
     inner = wrapped_in(optimizer)
-    for gradient, weight in zip(gradients, weights, strict=True):
+    for place, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
         if gradient is None or weight.overwrite_with_gradient:
             continue
         if scales_dynamically(optimizer):
@@ -135,4 +140,4 @@ def _clipped(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -
         if inner.gradient_accumulation_steps:
             earlier = inner._accumulated_gradients[inner._get_variable_index(weight)]
             gradient = (gradient + earlier) / inner.gradient_accumulation_steps
-        yield gradient
+        yield place, gradient

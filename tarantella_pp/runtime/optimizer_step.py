@@ -55,8 +55,8 @@ class OptimizerStep:
         self._sums = {stage: module.accumulator for stage, module in modules.items()}
         self._ties = own.ties
         self.optimizer = optimizer
-        self._weights = list(filter(own.table.trains, order))
-        self._trains = bool(order)
+        self._trained = np.array([own.table.trains(weight) for weight in order], bool)
+        self._weights = [weight for weight, mine in zip(order, self._trained, strict=True) if mine]
         self._applying = False
         self._sums_of = {
             key: _compiled(functools.partial(self._local_gradients, weights))
@@ -113,7 +113,8 @@ class OptimizerStep:
             sums = self._collected(self._sums), [arrived.get(id(w), []) for w in self._weights]
         if self._together:  # all ranks must know how long the gradients are, and whether finite
             sums, numbers = self._measure(sums)
-            totals = np.array(numbers)
+            totals = np.zeros(1 + len(self._trained))
+            totals[np.append(True, self._trained)] = numbers
             self._ranks.allreduce(totals)
             self._update(sums, tf.constant(totals))
         else:
@@ -198,7 +199,7 @@ class OptimizerStep:
     def _step(self, gradients: list[Gradient]) -> None:
         if any(gradient is not None for gradient in gradients):
             self.optimizer.apply(gradients, self._weights)
-        elif self._trains:
+        elif len(self._trained):
             count_step(self.optimizer)
 
     def _with_penalty(self, weight: Any, gradient: Gradient) -> Any:

@@ -28,31 +28,33 @@ def averaging():
     return keras.optimizers.Adam(0.01, global_clipnorm=0.05, use_ema=True, ema_momentum=0.7)
 
 
-SHARDED = CASES["looked_up_again, evenly"]
-"""A table that is looked up in both stages."""
+SHARDED = CASES["regularized, evenly"], CASES["looked_up_again, evenly"]
+"""Weights of all sizes, whose norm is one sum; a table that is looked up in both stages."""
 
 
-def begun(**options):
+def begun(case, **options):
     keras.utils.set_random_seed(1)
-    model = SHARDED.build()
-    model.trainable_variables[1].regularizer = keras.regularizers.L2(0.01)
-    model = PipelineModel(model, 2, **options) if options else model
-    compiled = {**SHARDED.compiled(), "optimizer": averaging()}
+    model = PipelineModel(case.build(), 2, **options) if options else case.build()
+    compiled = {**case.compiled(), "optimizer": averaging()}
     model.compile(**compiled, run_eagerly=not options)
     return model
 
 
 def train_sharded(folder):
-    """Trains with and without sharding, saves, and goes on; on this rank."""
     training.use_float64()
+    return [with_and_without_sharding(case, folder) for case in SHARDED]
+
+
+def with_and_without_sharding(case, folder):
+    """Trains, saves, and goes on; on this rank."""
     outcomes, slots = [], []
     for sharded in (False, True):
-        model = begun(num_micro_batches=2, shard_optimizer=sharded)
-        first = fitted(model, training.data_of_rank(SHARDED))
+        model = begun(case, num_micro_batches=2, shard_optimizer=sharded)
+        first = fitted(model, training.data_of_rank(case))
         path = f"{folder}/{sharded}.weights.h5"
         model.save_weights(path)
         model.load_weights(path)
-        outcomes.append([first, fitted(model, training.data_of_rank(SHARDED))])
+        outcomes.append([first, fitted(model, training.data_of_rank(case))])
         slots.append(sum(len(v.shape) > 0 for v in model.optimizer.variables))
     return outcomes, slots
 
@@ -61,13 +63,14 @@ def train_sharded(folder):
 @pytest.mark.parametrize("python", PYTHONS)
 def test_sharded_optimizers_give_the_same_bits(tmp_path, python):
     run = mpi_run(4, train_sharded, str(tmp_path), timeout=400, python=python).check()
-    whole, sharded = run.results[0][0]
-    for a, b in zip(whole, sharded, strict=True):
-        assert a["weights"] == b["weights"]
-        assert distance(a, b) < training.BITS  # penalties of a loss are added otherwise
-    assert distance(fitted(begun(), SHARDED), whole[0]) < ROUNDING
-    slots = [result[1] for result in run.results]
-    assert sum(own for _, own in slots) == sum(own for own, _ in slots) // 2  # two have each stage
+    for case, *results in zip(SHARDED, *run.results, strict=True):
+        (whole, sharded), _ = results[0]
+        for a, b in zip(whole, sharded, strict=True):
+            assert a["weights"] == b["weights"]
+            assert distance(a, b) < training.BITS  # penalties of a loss are added otherwise
+        assert distance(fitted(begun(case), case), whole[0]) < ROUNDING
+        slots = [own for _, own in results]
+        assert sum(b for _, b in slots) == sum(a for a, _ in slots) // 2  # two have each stage
 
 
 def be_refused_and_train(folder):

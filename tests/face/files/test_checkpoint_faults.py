@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from types import SimpleNamespace
 
 import keras
 import pytest
@@ -10,6 +11,7 @@ from keras import layers
 import tarantella_pp as tnt
 from tarantella_pp.callbacks import checkpoint_folder
 from tarantella_pp.callbacks.checkpoint_folder import checksum_of
+from tarantella_pp.callbacks.run_facts import refuse_others
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
 from tests.face.files.test_checkpoints import At, joined
@@ -244,3 +246,15 @@ def test_what_cannot_work_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="Wrap it"):
         plain.fit(X, Y, callbacks=[make(tmp_path / "a")], verbose=0)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_training_builds_is_no_sign_of_another_run():
+    """A model with steps of its own is built by its first batch."""
+    facts = {"compiled": {}}
+    unbuilt, built = (
+        {"class_name": "GAN", "build_config": shape} for shape in (None, {"input_shape": [None, 6]})
+    )
+    saved = SimpleNamespace(facts=facts, config=unbuilt, learning_rate=None)
+    refuse_others(saved, facts, built, None, "here")
+    with pytest.raises(ConfigurationError, match="class_name: 'GAN' in the checkpoint, 'VAE' now"):
+        refuse_others(saved, facts, {**built, "class_name": "VAE"}, None, "here")

@@ -7,6 +7,7 @@ accumulators     `_local_gradients`     `gather`        `reduce`    `_measure`  
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -56,7 +57,7 @@ class OptimizerStep:
         self._ties = own.ties
         self.optimizer = optimizer
         self._trained = np.array([own.table.trains(weight) for weight in order], bool)
-        self._weights = [weight for weight, mine in zip(order, self._trained, strict=True) if mine]
+        self._weights = list(itertools.compress(order, self._trained))
         self._applying = False
         self._sums_of = {
             key: _compiled(functools.partial(self._local_gradients, weights))

@@ -9,6 +9,7 @@ from tests.helpers import training
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import distance, sgd, use_float64
+from tests.zoo.models import perceptron
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 X, Y = training.X[:16], training.Y[:16]  # for batches of one size
@@ -52,16 +53,10 @@ def slows(model):
 
 def reported(wrap, *callbacks):
     keras.utils.set_random_seed(1)
-    model = wrap(mlp())
+    model = wrap(perceptron())
     model.compile(sgd(), "mse", metrics=["mae"], run_eagerly=wrap is plain)
     model.fit(X, Y, epochs=2, validation_data=(X[:8], Y[:8]), callbacks=callbacks, **QUIET)
     return model
-
-
-def mlp():
-    """One layer for each of two stages."""
-    inputs = keras.Input((6,))
-    return keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Dense(5, "tanh")(inputs)))
 
 
 def plain(model):

@@ -144,7 +144,7 @@ CASES = {
         IDS,
         LABELS,
         classification(lambda: keras.optimizers.AdamW(WarmUp())),
-        WEIGHTED | {"validation_data": (IDS[:8], LABELS[:8])},
+        WEIGHTED | {"validation_data": (IDS[:9], LABELS[:9])},
     ),
     "masked_output": Case(
         models.masked_output,

@@ -30,10 +30,7 @@ def unbatched(texts):
 
 
 def numbers_of(wrap):
-    """All that a task gives: logs, predictions, weights, and what it does by itself afterwards.
-
-    And the model.
-    """
+    """All that a task gives, also by itself afterwards, and the model that was trained."""
     keras.utils.set_random_seed(1)
     task = Task()
     task.compile(sampler="random")

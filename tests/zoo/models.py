@@ -29,6 +29,12 @@ def mlp():
     return keras.Model(inputs, layers.Dense(3)(x))
 
 
+def perceptron():
+    """One layer for each of two stages."""
+    inputs = keras.Input((6,))
+    return keras.Model(inputs, layers.Dense(3)(layers.Dense(5, activation="tanh")(inputs)))
+
+
 def residual_cnn(normalization=lambda: layers.LayerNormalization(axis=[1, 2, 3]), blocks=2):
     inputs = keras.Input((6, 6, 2))
     x = layers.Conv2D(4, 3, padding="same")(inputs)

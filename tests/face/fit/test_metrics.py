@@ -14,14 +14,11 @@ from tarantella_pp.runtime.batch_step import BatchStep
 from tests.helpers import training
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import BATCH, LABELS, ROUNDING, WEIGHTED, Case, X, distance, make, sgd
+from tests.zoo.models import perceptron
 
 pytestmark = pytest.mark.keras
 
 ONE_HOT = np.eye(3)[LABELS]
-
-
-def perceptron():
-    return keras.Sequential([keras.Input((6,)), layers.Dense(5, "tanh"), layers.Dense(3)])
 
 
 def classifier():

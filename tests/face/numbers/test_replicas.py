@@ -13,15 +13,9 @@ from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers import training
 from tests.helpers.mpi import PYTHONS, mpi_run
 from tests.helpers.training import BATCH, CASES, ROUNDING, X, Y, adamw, distance, fitted
+from tests.zoo.models import perceptron
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
-
-
-def mlp():
-    """One layer for each of two stages."""
-    inputs = keras.Input((6,))
-    hidden = keras.layers.Dense(5, activation="tanh")(inputs)
-    return keras.Model(inputs, keras.layers.Dense(3)(hidden))
 
 
 def averaging():
@@ -77,15 +71,15 @@ def be_refused_and_train(folder):
     """Small batches, metrics that look at all samples, and what is refused, on this rank."""
     training.use_float64()
     found = {}
-    model = Model(mlp(), num_micro_batches=2)
+    model = Model(perceptron(), num_micro_batches=2)
     found["small"] = trained_in_small_batches(model)
     found["differ"] = differ()
     found["constraint"] = [constrained(num_stages=2), constrained(shard_optimizer=True)]
     found["written"] = [written_on_one_rank(n, r) for n, r in ((1, 1), (2, 0), (2, 1))]
-    found["coupled"] = coupled(PipelineModel(mlp(), num_stages=1, num_micro_batches=2))
+    found["coupled"] = coupled(PipelineModel(perceptron(), num_stages=1, num_micro_batches=2))
     model.save(f"{folder}/m.keras")
     found["weights"] = [w.tolist() for w in model.get_weights()]
-    found["shapes"] = [shape_of(model) for model in (mlp(), synchronized())]
+    found["shapes"] = [shape_of(model) for model in (perceptron(), synchronized())]
     found["rounded"] = trained_rounded(folder)
     limit = made_for_two_stages()
     found["shapes"].append(shape_of(wide(), memory_limit=limit))
@@ -116,7 +110,7 @@ def trained_rounded(folder):
     for sharded in (False, True):
         keras.utils.set_random_seed(1)
         options = {"gradient_dtype": "bfloat16", "shard_optimizer": sharded}
-        model = Model(mlp(), num_micro_batches=2, **options)
+        model = Model(perceptron(), num_micro_batches=2, **options)
         found.append(trained_once(model))
     if world().rank == 0:
         model.plan.save(f"{folder}/plan.json")
@@ -140,7 +134,7 @@ def shape_of(model, **options):
 
 def differ():
     """What is said once a weight of one replica has been changed."""
-    model = PipelineModel(mlp(), num_stages=1, check_replicas=2)
+    model = PipelineModel(perceptron(), num_stages=1, check_replicas=2)
     model.compile(adamw(), "mse")
     model.fit(X[:16], Y[:16], batch_size=8, verbose=0)  # compared after the second step
     weight = model.trainable_variables[1]
@@ -153,7 +147,7 @@ def differ():
 
 def constrained(num_stages=1, **options):
     """What is said of a constraint that reads a weight which another rank trains."""
-    model = mlp()
+    model = perceptron()
     weights = [weight for weight in model.trainable_variables if len(weight.shape) == 2]
     for weight in weights:
         weight.constraint = lambda w: w * sum(map(keras.ops.mean, weights))
@@ -166,7 +160,7 @@ def constrained(num_stages=1, **options):
 
 def written_on_one_rank(num_stages, rank):
     """What `fit` says of a weight that one rank alone has written, perhaps not its own."""
-    model = PipelineModel(mlp(), num_stages=num_stages)
+    model = PipelineModel(perceptron(), num_stages=num_stages)
     model.compile(adamw(), "mse")
 
     def write(*_):
@@ -209,8 +203,8 @@ def test_small_batches_and_what_needs_all_samples(tmp_path):
     run = mpi_run(2, be_refused_and_train, str(tmp_path), timeout=240).check()
     first, second = run.results
     assert first == second
-    assert distance(trained_in_small_batches(mlp()), first["small"]) < ROUNDING
-    assert distance(coupled(mlp()), first["coupled"]) < ROUNDING
+    assert distance(trained_in_small_batches(perceptron()), first["small"]) < ROUNDING
+    assert distance(coupled(perceptron()), first["coupled"]) < ROUNDING
     stock = keras.saving.load_model(
         tmp_path / "m.keras", custom_objects={"squared_total": squared_total}
     )
@@ -223,11 +217,11 @@ def test_small_batches_and_what_needs_all_samples(tmp_path):
     assert all("/kernel' is not the same on all ranks" in said for said in first["written"])
     rounded, sharded = first["rounded"]
     keras.utils.set_random_seed(1)
-    assert 1e-6 < distance(trained_once(mlp()), rounded, "weights") < 0.1
+    assert 1e-6 < distance(trained_once(perceptron()), rounded, "weights") < 0.1
     assert rounded == sharded
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.gradient_dtype == "bfloat16"
-    exact = make_plan(mlp(), 1, num_micro_batches=2, num_replicas=2)
+    exact = make_plan(perceptron(), 1, num_micro_batches=2, num_replicas=2)
     assert 4 * sum(plan.stages[0].bucket_bytes) == sum(exact.stages[0].bucket_bytes)  # of float64
     assert "sent as bfloat16" in " ".join(str(plan).split())
     chosen, inside, limited, interleaved = first["shapes"]

@@ -37,7 +37,7 @@ class Killed(keras.callbacks.Callback):
 def fitted(model, *callbacks):
     draw = np.random.default_rng(1)
     x, y = draw.normal(size=(20, 4)), draw.normal(size=(20, 2))
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", run_eagerly=not callbacks)
+    model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=not callbacks)
     keras.utils.set_random_seed(1)
     model.fit(x, y, batch_size=4, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
     return model.get_weights()

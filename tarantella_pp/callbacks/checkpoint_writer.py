@@ -54,6 +54,8 @@ class CheckpointWriter:
         self._keep = keep
         self._stages = tuple(stages)
         self._cancelled = threading.Event()
+        self._waited_for = threading.Event()
+        self._begun = self._resumed = time.monotonic()
         self._draft: Path | None = None  # of the checkpoint that is being written
         self._own: Future[None]
         self._rest: Future[None] | None = None  # on the first rank
@@ -90,6 +92,10 @@ class CheckpointWriter:
         # Without room for the copies that TensorFlow makes of them, training waits for the file.
         if held := size < free_memory(self._memory):
             values = {key: _value(each) for key, each in own.items()}
+        before, self._begun = self._begun, time.monotonic()
+        self._time_between, self._resumed = self._begun - before, self._begun
+        if held:
+            self._waited_for.clear()
         # Its one thread ends by itself when all is done.
         pool = ThreadPoolExecutor(1, _THREAD, _give_way)
         self._own = pool.submit(self._write_own, draft, specs, tensors, values)
@@ -103,6 +109,7 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Waits until the last checkpoint is on the disk; takes all ranks."""
         draft, self._draft = self._draft, None
+        self._waited_for.set()
         if draft is None:
             return
         name = draft.stem.removeprefix(checkpoint_folder.DRAFT)
@@ -123,6 +130,7 @@ class CheckpointWriter:
 
     def abandon(self) -> None:
         """Waits a while, for another rank may have ended; takes this rank alone."""
+        self._waited_for.set()
         if self._draft is not None:
             until = time.monotonic() + _PATIENCE_SECONDS
             wait([self._rest or self._own], _PATIENCE_SECONDS)
@@ -138,11 +146,23 @@ class CheckpointWriter:
         found: list[Any] = []
         if specs:
             path = part.with_suffix(".safetensors")
-            written = write_tensors(path, specs, lambda key: _value(values.pop(key), copy=False))
+            written = write_tensors(
+                path, specs, lambda key: _value(values.pop(key), copy=False), self._pause
+            )
             found = [path.name, *written, self._ranks.rank, self._stages, tensors]
         unfinished = part.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(found))
         unfinished.rename(part)
+
+    def _pause(self, share: float) -> None:
+        """Rests behind each part of a file, unless somebody waits for it.
+
+        Writing takes a tenth of a core then, and half of the time until the next checkpoint.
+        """
+        now = time.monotonic()
+        due = self._begun + share * self._time_between / 2
+        self._waited_for.wait(max(min(9 * (now - self._resumed), due - now), 0))
+        self._resumed = time.monotonic()
 
     def _publish(self, draft: Path, state: Mapping[str, Any], own: Future[None]) -> None:
         """Waits for the parts of all ranks, gives the checkpoint its name, removes old ones."""

@@ -30,13 +30,17 @@ _CODES = {
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
+_PART_BYTES = 4 << 20
 _DTYPES = {code: np.dtype(getattr(ml_dtypes, name, name)) for name, code in _CODES.items()}
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], read: Callable[[str], Array]
+    path: Path,
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    read: Callable[[str], Array],
+    pause: Callable[[float], object],
 ) -> tuple[int, str]:
-    """Writes a file; when it is on the disk, returns its size and its checksum."""
+    """Writes a file, and says how much it has after each part; returns its size and checksum."""
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -53,8 +57,11 @@ def write_tensors(
     with path.open("wb") as file:
         start: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
         for part in itertools.chain(start, (_bytes_of(read(name)) for name in tensors)):
-            file.write(part)
-            found.update(part)
+            for place in range(0, len(part), _PART_BYTES):
+                piece = part[place : place + _PART_BYTES]
+                file.write(piece)
+                found.update(piece)
+                pause(file.tell() / (8 + len(text) + end))
         file.flush()
         os.fsync(file.fileno())
     return 8 + len(text) + end, found.hexdigest()

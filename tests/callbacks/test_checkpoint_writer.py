@@ -123,6 +123,26 @@ def test_it_is_written_while_training_goes_on_if_a_copy_has_room(tmp_path, monke
     assert newest(tmp_path) == 1
 
 
+def test_a_file_is_written_bit_by_bit_until_somebody_waits_for_it(tmp_path, monkeypatch):
+    parts = []
+    rest = CheckpointWriter._pause
+
+    def after_an_hour(writer, share):
+        parts.append(share)
+        writer._time_between = 7200.0
+        writer._resumed -= 3600.0
+        rest(writer, share)
+
+    monkeypatch.setattr(CheckpointWriter, "_pause", after_an_hour)
+    writer = begun(tmp_path, 1)
+    time.sleep(0.2)
+    assert len(parts) < 4  # of six: length, header, four tensors
+    writer.finish()
+    assert len(parts) == 6
+    assert parts[-1] == 1.0
+    assert newest(tmp_path) == 1
+
+
 def test_what_another_rank_does_not_finish_has_no_name_and_is_in_nobodys_way(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "_PATIENCE_SECONDS", 0.0)
     write(tmp_path, 1)
@@ -209,7 +229,7 @@ VALUES = {
 
 def write_file(path, values=VALUES):
     specs = {name: (value.dtype.name, value.shape) for name, value in values.items()}
-    return write_tensors(path, specs, values.__getitem__)
+    return write_tensors(path, specs, values.__getitem__, lambda share: None)
 
 
 def test_what_is_written_comes_back_in_the_format_of_safetensors(tmp_path):

@@ -157,11 +157,11 @@ class CheckpointWriter:
     def _pause(self, share: float) -> None:
         """Rests behind each part of a file, unless somebody waits for it.
 
-        Writing takes a tenth of a core then, and half of the time until the next checkpoint.
+        Writing takes a twentieth of a core then, and half of the time until the next checkpoint.
         """
         now = time.monotonic()
         due = self._begun + share * self._time_between / 2
-        self._waited_for.wait(max(min(9 * (now - self._resumed), due - now), 0))
+        self._waited_for.wait(max(min(19 * (now - self._resumed), due - now), 0))
         self._resumed = time.monotonic()
 
     def _publish(self, draft: Path, state: Mapping[str, Any], own: Future[None]) -> None:

@@ -199,7 +199,8 @@ class OptimizerStep:
 
     def _step(self, gradients: list[Gradient]) -> None:
         if any(gradient is not None for gradient in gradients):
-            self.optimizer.apply(gradients, self._weights)
+            # By the name that plain Keras calls: a class may override either.
+            self.optimizer.apply_gradients(zip(gradients, self._weights, strict=True))
         elif len(self._trained):
             count_step(self.optimizer)
 

@@ -78,8 +78,6 @@ def _trained(optimizer: Any, places: Sequence[int], scales: Sequence[float]) -> 
     copy = type(optimizer).from_config(optimizer.get_config())
     copy.build(weights)
     for step in range(_STEPS):
-        copy.apply(
-            [keras.ops.convert_to_tensor(gradients[i][step], weights[0].dtype) for i in places],
-            weights,
-        )
+        own = (keras.ops.convert_to_tensor(gradients[i][step], weights[0].dtype) for i in places)
+        copy.apply_gradients(zip(own, weights, strict=True))
     return np.concatenate([np.ravel(weight.numpy()) for weight in weights])

@@ -160,9 +160,10 @@ class Halved(keras.optimizers.Adam):
 class Normed(keras.optimizers.SGD):
     """Divides all gradients by their common norm."""
 
-    def apply(self, grads, trainable_variables=None):
+    def apply_gradients(self, grads_and_vars):
+        grads, variables = zip(*grads_and_vars, strict=True)
         norm = ops.sqrt(sum(ops.sum(g**2) for g in grads))
-        return super().apply([g / norm for g in grads], trainable_variables)
+        return super().apply_gradients(zip([g / norm for g in grads], variables, strict=True))
 
 
 class Clipped(keras.optimizers.Adam):
@@ -194,6 +195,15 @@ class Balking(keras.optimizers.SGD):
 class Unconfigured(keras.optimizers.SGD):
     def __init__(self, needed):
         super().__init__(0.1 * needed)
+
+
+def test_optimizers_that_override_what_fit_calls_train_as_in_plain_keras():
+    trained = []
+    for model in (model_of(), PipelineModel(model_of(), num_stages=2)):
+        model.compile(Normed(0.1), "mse")
+        model.fit(X, Y, epochs=2, verbose=0)
+        trained.append(model.get_weights())
+    assert distance(*trained) < 1e-10
 
 
 def test_those_that_treat_each_weight_by_itself_may_train_and_others_are_refused_by_name():

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _THREAD = "tarantella-checkpoint"
 _POLL_SECONDS = 0.05
+# A file in the draft: a rank has failed, and the others shall not rest while it waits for them.
+_HURRY = "hurry"
 # After an error, which ends the job once it leaves `fit`: for the checkpoint that is being written.
 _PATIENCE_SECONDS = 30.0
 _LOWEST_PRIORITY = 19
@@ -92,6 +94,7 @@ class CheckpointWriter:
         # Without room for the copies that TensorFlow makes of them, training waits for the file.
         if held := size < free_memory(self._memory):
             values = {key: _value(each) for key, each in own.items()}
+        self._hurry = draft / _HURRY
         before, self._begun = self._begun, time.monotonic()
         self._time_between, self._resumed = self._begun - before, self._begun
         if held:
@@ -132,6 +135,8 @@ class CheckpointWriter:
         """Waits a while, for another rank may have ended; takes this rank alone."""
         self._waited_for.set()
         if self._draft is not None:
+            with contextlib.suppress(OSError):
+                self._hurry.touch()
             until = time.monotonic() + _PATIENCE_SECONDS
             wait([self._rest or self._own], _PATIENCE_SECONDS)
             while self._rest is None and self._draft.exists() and time.monotonic() < until:
@@ -161,7 +166,10 @@ class CheckpointWriter:
         """
         now = time.monotonic()
         due = self._begun + share * self._time_between / 2
-        self._waited_for.wait(max(min(19 * (now - self._resumed), due - now), 0))
+        until = now + min(19 * (now - self._resumed), due - now)
+        while (left := until - time.monotonic()) > 0 and not self._hurry.exists():
+            if self._waited_for.wait(min(left, 10 * _POLL_SECONDS)):
+                break
         self._resumed = time.monotonic()
 
     def _publish(self, draft: Path, state: Mapping[str, Any], own: Future[None]) -> None:
@@ -173,8 +181,8 @@ class CheckpointWriter:
             if self._cancelled.wait(_POLL_SECONDS):
                 return
         files, tensors = _gathered([json.loads(part.read_bytes()) for part in parts])
-        for part in parts:
-            part.unlink()
+        for part in (*parts, self._hurry):
+            part.unlink(missing_ok=True)
         manifest = Manifest(format=FORMAT, files=files, tensors=tensors, **state)
         checkpoint_folder.publish(draft, manifest.encode())
         name = checkpoint_folder.name_of_step(manifest.step)

@@ -1,5 +1,6 @@
 """Processes are killed while they write: no checkpoint is lost, none is half of one."""
 
+import copy
 import hashlib
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import ml_dtypes
@@ -123,7 +125,8 @@ def test_it_is_written_while_training_goes_on_if_a_copy_has_room(tmp_path, monke
     assert newest(tmp_path) == 1
 
 
-def test_a_file_is_written_bit_by_bit_until_somebody_waits_for_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_file_is_written_bit_by_bit_until_somebody_waits_for_it(tmp_path, monkeypatch, fails):
     parts = []
     rest = CheckpointWriter._pause
 
@@ -137,7 +140,14 @@ def test_a_file_is_written_bit_by_bit_until_somebody_waits_for_it(tmp_path, monk
     writer = begun(tmp_path, 1)
     time.sleep(0.2)
     assert len(parts) < 4  # of six: length, header, four tensors
-    writer.finish()
+    if fails:  # on another rank, whose file is there
+        other = copy.copy(writer)
+        other._waited_for, other._own, other._rest = threading.Event(), Future(), None
+        other._own.set_result(None)
+        other.abandon()
+        assert "hurry" not in os.listdir(tmp_path / "step-00000001")
+    else:
+        writer.finish()
     assert len(parts) == 6
     assert parts[-1] == 1.0
     assert newest(tmp_path) == 1

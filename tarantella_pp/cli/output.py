@@ -51,12 +51,16 @@ def _plain(text: str) -> str:
 def write_table(*parts: Any) -> None:
     """Writes tables and lines to stdout: as wide as the terminal, plain and whole in a pipe."""
     from rich.console import Console
+    from rich.segment import Segment, Segments
     from rich.text import Text
 
     console = Console(highlight=False, markup=False, emoji=False)
     for part in parts:
         whole = not console.is_terminal and isinstance(part, str | Text)
-        console.print(_plain(part) if isinstance(part, str) else part, soft_wrap=whole)
+        wrap = console.options.update(no_wrap=whole, overflow="ignore" if whole else None)
+        drawn = console.render(Text(part) if isinstance(part, str) else part, wrap)
+        safe = Segments(Segment(_plain(text), style) for text, style, _ in drawn)
+        console.print(safe, soft_wrap=whole, end="")
 
 
 def table(

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Numbers whose sums are finite.
 MOST = 1e200
+# What Python says of JSON in another shape.
+_MISSHAPEN = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 # What operations take, per sample.
 SECONDS = ("forward_seconds", "backward_seconds")
 # What a node may say of itself; bytes but for the first, of samples but for variables.
@@ -44,7 +46,7 @@ def load_graph(path: str | Path) -> NamedGraph:
         return graph_of(digraph)
     except (GraphError, PlanError) as error:
         raise GraphError(f"{path} is no graph in node-link JSON: {error}") from error
-    except (ValueError, TypeError, KeyError, RecursionError, nx.NetworkXException) as error:
+    except (*_MISSHAPEN, nx.NetworkXException) as error:
         raise GraphError(
             f"{path} is no graph in node-link JSON: Expected what networkx.node_link_data writes: "
             "lists of nodes, each with an id, and of edges, each with source and target. "

@@ -209,7 +209,7 @@ class Schedule:
                 if key in lines:
                     raise ScheduleError(f"{key} is given twice. Received: {line!r}")
                 lines[key] = _value(key, text)
-            except ScheduleError as error:
+            except (ScheduleError, ValueError) as error:  # Python reads 4300 digits at the most
                 raise ScheduleError(f"Line {number} of the schedule: {error}") from None
         return cls(**_fields(lines))
 
@@ -261,13 +261,17 @@ def _fields(lines: Mapping[str, Any]) -> dict[str, Any]:
     if not owners:
         raise ScheduleError("Expected at least one computation. Received: none on any rank")
     stages = range(lines.get("stages", 1 + max(owners)))
-    idle = [stage for stage in stages if stage not in owners]
-    if idle and "placement" not in lines:
-        raise ScheduleError(f"Expected computations of every stage. Stage {idle[0]} has none")
+    idle = next((stage for stage in stages if stage not in owners), None)
+    if idle is not None and "placement" not in lines:
+        raise ScheduleError(f"Expected computations of every stage. Stage {idle} has none")
+    parts = range(lines.get("micro_batches", 1 + max(micro_batches)))
+    missing = next((part for part in parts if part not in micro_batches), None)
+    if missing is not None:
+        raise ScheduleError(f"Expected computations of micro-batch {missing}. Received: none")
     return {
         "name": lines.get("schedule") or "custom",
         "num_stages": len(stages),
-        "num_micro_batches": lines.get("micro_batches", 1 + max(micro_batches)),
+        "num_micro_batches": parts.stop,
         "num_ranks": len(names),
         "placement": lines.get("placement") or tuple(owners[stage] for stage in stages),
         "actions": actions,

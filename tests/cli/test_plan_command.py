@@ -71,6 +71,7 @@ def graph_text(**changes):
         (graph_text(nodes=[{"id": "a", "flops": -1}, {"id": "b"}]), "node a: expected flops"),
         ('{"nodes": [{"id": 0, "flops": NaN}], "edges": []}', "expected flops"),
         (b"\xff\xfe\x00", "node_link_data"),
+        (graph_text(nodes=[7]), "lists of nodes"),
     ],
 )
 def test_broken_graphs_are_refused_in_one_line(command, tmp_path, text, complaint) -> None:
@@ -79,7 +80,7 @@ def test_broken_graphs_are_refused_in_one_line(command, tmp_path, text, complain
     assert complaint in command.fails(2, "plan", "make", path, "--stages", 2)
 
 
-def test_names_cannot_steer_a_terminal(command, tmp_path) -> None:
+def test_names_cannot_steer_a_terminal(command, plan_file, tmp_path) -> None:
     path = tmp_path / "graph.json"
     path.write_text(graph_text(graph={"name": "\x1b[31mred"}))
     assert command("plan", "make", path, "--stages", 2) == 0
@@ -89,6 +90,11 @@ def test_names_cannot_steer_a_terminal(command, tmp_path) -> None:
     complaint = command.fails(2, "plan", "make", path, "--stages", 2)
     assert "\\x1b[2J" in complaint
     assert "\x1b" not in complaint
+    plan = plan_file([0, 1], model="\x1b[31mred")  # a file from a stranger
+    for arguments in (("plan", "show", plan), ("simulate", plan, "--machine", "v100")):
+        assert command(*arguments) == 0
+        assert "'\\x1b[31mred'" in command.stdout
+        assert "\x1b" not in command.stdout
 
 
 @pytest.mark.parametrize(

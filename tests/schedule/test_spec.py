@@ -231,6 +231,9 @@ def test_text_of_a_lowered_schedule():
     [
         ("", "one line for each rank"),
         ("rank 0: 1F0", "Stage 0 has none"),
+        ("placement: 0\nrank 0: 99999999999F0", "each of the 100000000000 stages"),
+        ("rank 0: 0F0 0BW0 0F99999999999", "of micro-batch 1. Received: none"),
+        (f"rank 0: 0F{'9' * 5000}", "Line 1 .*4300 digits"),
         ("rank 0: 0F0 0G0", r"Line 1 .*'0G0'"),
         ("stages: 1\nrank 0: 0F0\nrank 0: 0F0", "Line 3 .* rank 0 is given twice"),
         ("stages: one\nrank 0: 0F0", "Line 1 .* whole numbers"),

@@ -28,8 +28,8 @@ from tarantella_pp.partition.graph.json_record import JsonRecord
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node
 from tarantella_pp.partition.graph.units import item_bytes
 
-Positive = Annotated[float, msgspec.Meta(ge=1e-9)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(ge=1e-9, le=1e200)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e200)]
 
 
 class HardwareSpec(JsonRecord, frozen=True):

@@ -17,7 +17,7 @@ TOLERANCE = 1e-9
 
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Number = Annotated[int, msgspec.Meta(ge=1)]
-Amount = Annotated[float, msgspec.Meta(ge=0)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e200)]  # sums of such are finite
 
 
 class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

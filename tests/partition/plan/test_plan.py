@@ -95,6 +95,8 @@ def tie(**changes):
         ({"memory_limit": [5]}, r"one number, or one a stage. Received: \(5,\)"),
         ({"ties": [tie(stages=[0])]}, "ties must name two stages or more, ascending"),
         ({"recompute": [1, 0]}, r"recompute must name stages, ascending. Received: \[1, 0\]"),
+        ({"stages__1__flops": 1e308}, "float` <= 1e.200 .*flops"),
+        ({"machine": {"latency": 1e308}}, "float` <= 1e.200 .*latency"),
         ({"ranks": [0, 2]}, "ranks must name one for each stage"),
     ],
 )

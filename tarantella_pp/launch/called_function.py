@@ -26,8 +26,16 @@ def main() -> None:
     if size == 1 or number_from(RANK_VARIABLE) == size - 1:
         import cloudpickle
 
+        try:
+            text = cloudpickle.dumps(result)
+            pickle.loads(text)  # noqa: S301 - as the caller will
+        except Exception as error:
+            raise LaunchError(
+                f"What the function returns cannot be sent back ({type(error).__name__}: {error}). "
+                "Return arrays, numbers, texts, lists and dicts of them."
+            ) from error
         with open(found, "wb") as file:
-            cloudpickle.dump(result, file)
+            file.write(text)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ _WATCHED = (signal.SIGCHLD, _ALONE, *_PASSED_ON)
 LINGER_SECONDS = 8.0
 # Its launcher follows SIGTERM and SIGINT with a kill, so ours sends others; see `OpenMpi`.
 _OF_OPEN_MPI = {signal.SIGUSR1: signal.SIGTERM, signal.SIGUSR2: signal.SIGINT}
-_STANDARD_OUTPUT, _STANDARD_ERROR = 1, 2
+_STANDARD_INPUT, _STANDARD_OUTPUT, _STANDARD_ERROR = 0, 1, 2
 _LIBRARY = "tarantella_pp"
 
 
@@ -91,6 +91,8 @@ def _start_rank(parent: int) -> int:
         sys.exit(f"tarantella: {os.environ[RANK_VARIABLE]} is not set; is --mpi the MPI in use?")
     keeper = os.getpid()
     records.write(_STANDARD_ERROR, rank, state=STARTED, host=socket.gethostname())
+    if rank:  # MPICH gives the others a pipe that nobody writes to, nor closes
+        os.dup2(os.open(os.devnull, os.O_RDONLY), _STANDARD_INPUT)
     child = os.fork()
     if child:
         return _keep(rank, child)

@@ -20,12 +20,17 @@ from tests.conftest import processes_of_session
 pytestmark = pytest.mark.mpi
 
 
+class Odd(Exception):
+    def __init__(self, one, other):
+        super().__init__(f"{one} {other}")
+
+
 def test_the_last_rank_returns_prints_and_fails_for_all(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     factor = 3
 
     def product(number):
-        print(f"on rank {tnt.get_rank()}")
+        print(f"on rank {tnt.get_rank()}{sys.stdin.read()}")
         if number < 0:
             raise ValueError(f"no such number: {number}")
         return tnt.get_rank(), tnt.get_size(), factor * number
@@ -34,8 +39,9 @@ def test_the_last_rank_returns_prints_and_fails_for_all(capsys, monkeypatch, tmp
     assert capsys.readouterr().out == "on rank 1\n"
     with pytest.raises(LaunchError, match=r"(?s)^rank \d of 2.*ValueError: no such.*Traceback"):
         tnt.run(product, 2, -1)
-    with pytest.raises(LaunchError, match="cannot pickle"):
-        tnt.run(threading.Lock, 1)
+    for makes in (threading.Lock, lambda: Odd(1, 2)):  # the second is pickled, but not read
+        with pytest.raises(LaunchError, match=r"cannot be sent back \(TypeError: .*Return arrays"):
+            tnt.run(makes, 1)
     with pytest.raises(LaunchError, match="before the function returned"):
         tnt.run(sys.exit, 2)
     assert not [*tmp_path.iterdir()]

@@ -79,6 +79,9 @@ def _stand_for(keeper: int) -> int:
             status = reap(keeper)
         else:
             os.kill(keeper, number)
+    if status < 0:  # a keeper that is killed cannot say so, and MPI may miss that its rank ends
+        _report(_STANDARD_ERROR, number_from(RANK_VARIABLE) or 0, status=status)
+        signal.sigtimedwait(_PASSED_ON, LINGER_SECONDS)
     return 128 - status if status < 0 else status
 
 

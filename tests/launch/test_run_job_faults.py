@@ -20,6 +20,7 @@ FAULTS = {
     "_exit0": (1, "exit code 0 before its script did"),
     "_exit5": (5, "exit code 5"),
     "sigkill": (137, "killed by SIGKILL"),
+    "keeper": (137, "killed by SIGKILL"),  # the process above the script
     "interrupt": (130, "KeyboardInterrupt"),
     "thread": (1, "ZeroDivisionError: division by zero (in thread"),
 }

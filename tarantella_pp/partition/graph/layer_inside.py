@@ -350,6 +350,9 @@ def _why_whole(calls: list[LayerCall]) -> str:
         t.shape.rank is None or t.dtype in (tf.resource, tf.variant, tf.string) for t in tensors
     ):
         return "makes what cannot be sent"
+    of_known_samples = (t for call in calls[:2] for inner in call.inner for t, _ in inner.marked)
+    if any(None in t.shape[:1] for t in of_known_samples):
+        return "makes a number of rows that depends on values"
     return ""
 
 

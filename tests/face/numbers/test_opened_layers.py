@@ -183,6 +183,7 @@ def test_reading_leaves_a_model_as_it_was():
         ("flag", "calls other layers, or in another way"),
         ("kept", "reads what is inside of 'keeps"),
         ("object", "calls 'keeps.*', which returns a SimpleNamespace, not only tensors"),
+        ("rows", "makes a number of rows that depends on values"),
         ("anew", "placeholders.*'dense.*' is made anew whenever it is called"),
         ("values", "cannot be called on placeholders"),
         ("mapped", "does not use what it calls 'dense.*' for"),

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from tarantella_pp.errors import GraphError, PlanError
 from tarantella_pp.partition.graph.json_record import read
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Tensor, Weight
+from tarantella_pp.partition.graph.units import MOST
 from tarantella_pp.partition.profile import NodeProfile, Profile
 
 if TYPE_CHECKING:
     import networkx as nx
 
-# Numbers whose sums are finite.
-MOST = 1e200
 # What Python says of JSON in another shape.
 _MISSHAPEN = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 # What operations take, per sample.

@@ -7,6 +7,8 @@ import re
 
 from tarantella_pp.errors import ConfigurationError
 
+#: Sums of amounts up to it are finite.
+MOST = 1e200
 Shape = tuple[int | None, ...]
 _UNITS = {"": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 

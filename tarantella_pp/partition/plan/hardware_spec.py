@@ -26,10 +26,10 @@ import msgspec
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.graph.json_record import JsonRecord
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node
-from tarantella_pp.partition.graph.units import item_bytes
+from tarantella_pp.partition.graph.units import MOST, item_bytes
 
-Positive = Annotated[float, msgspec.Meta(ge=1e-9, le=1e200)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e200)]
+Positive = Annotated[float, msgspec.Meta(ge=1e-9, le=MOST)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
 
 
 class HardwareSpec(JsonRecord, frozen=True):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from tarantella_pp.partition.graph.units import wire_bytes
+from tarantella_pp.partition.graph.units import MOST, wire_bytes
 from tarantella_pp.schedule import send_window
 
 # Two values this close (relative) count as equal: the rounding of long float sums, no more.
@@ -17,7 +17,7 @@ TOLERANCE = 1e-9
 
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Number = Annotated[int, msgspec.Meta(ge=1)]
-Amount = Annotated[float, msgspec.Meta(ge=0, le=1e200)]  # sums of such are finite
+Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
 
 
 class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -154,4 +155,17 @@ def float64() -> Iterator[None]:
     from tests.helpers.training import in_precision
 
     with in_precision("float64", "float64"):
+        yield
+
+
+@pytest.fixture
+def untried() -> Iterator[None]:
+    """Has pipelines, on ranks too, not try their stages out, which takes as long as training.
+
+    Tests of probes, of all that Keras has, of patterns and of models on ranks try out all kinds.
+    """
+    from tarantella_pp.runtime.rank_stages import RankStages
+
+    tries = mock.patch.object(RankStages, "is_due", return_value=False)
+    with tries, mock.patch.dict(os.environ, {"TNT_TEST_UNTRIED": "1"}):
         yield

@@ -11,7 +11,7 @@ from tests.helpers.mpi import mpi_run
 from tests.helpers.training import distance, sgd, use_float64
 from tests.zoo.models import perceptron
 
-pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
 X, Y = training.X[:16], training.Y[:16]  # for batches of one size
 QUIET = {"batch_size": 8, "shuffle": False, "verbose": 0}
 

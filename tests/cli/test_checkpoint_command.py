@@ -11,7 +11,7 @@ from keras import layers
 import tarantella_pp as tnt
 from tarantella_pp.cli.main import main
 
-pytestmark = pytest.mark.keras
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
 
 X, Y = np.random.default_rng(0).normal(size=(2, 12, 3)).astype("float32")
 

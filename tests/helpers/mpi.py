@@ -197,7 +197,10 @@ def _load(file: str, name: str) -> Callable[..., Any]:
 
 def _main(file: str, name: str, directory: str, arguments: str) -> None:
     from tarantella_pp.runtime.comm.communicator import world
+    from tarantella_pp.runtime.rank_stages import RankStages
 
+    if "TNT_TEST_UNTRIED" in os.environ:
+        RankStages.is_due = lambda *_: False  # type: ignore[method-assign]
     ranks = world()
     try:
         result = _load(file, name)(*json.loads(arguments))

@@ -18,7 +18,7 @@ from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.profile import NodeProfile, Profile
 from tests.zoo import models
 
-pytestmark = pytest.mark.keras
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
 
 
 @keras.saving.register_keras_serializable("tests")

@@ -15,7 +15,7 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.batch_step import BatchStep
 from tests.helpers.training import distance, sgd
 
-pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
 
 RNG = np.random.default_rng(3)
 ROWS = 7

@@ -18,7 +18,7 @@ from tests.face.files.test_checkpoints import At, joined
 from tests.helpers.files import contents, full_disk
 from tests.helpers.training import compiled_once, floats
 
-pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
 
 X, Y = floats(6, seed=1), floats(3, seed=2)
 

@@ -17,7 +17,7 @@ from tarantella_pp.errors import ConfigurationError
 from tests.face.files.test_checkpoints import At, Seen, stop
 from tests.helpers.training import compiled_once, floats
 
-pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
 
 X, Y = floats(6, seed=1), floats(3, seed=2)
 BATCHES = [(X[i : i + 5], Y[i : i + 5]) for i in range(0, 20, 5)]

@@ -213,6 +213,7 @@ def full(*arguments):
 
 @pytest.mark.mpi
 @pytest.mark.slow
+@pytest.mark.usefixtures("untried")
 def test_a_killed_rank_and_the_trouble_of_one_rank_change_no_bit(tmp_path):
     directory = str(tmp_path / "run")
     run = mpi_run(2, killed, directory, timeout=150)

@@ -17,7 +17,7 @@ from tests.helpers.mpi import mpi_run
 from tests.helpers.training import IDS, X, Y, distance, integers, use_float64
 from tests.zoo.models import FromArray, dropout, tied_head
 
-pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
 
 BITS = 1e-13
 QUIET = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}

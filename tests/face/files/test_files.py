@@ -18,7 +18,7 @@ from tests.helpers.files import contents, full_disk
 from tests.helpers.training import X, Y
 from tests.zoo.models import mlp, nested, recurrent, residual_cnn, sequential, two_in_two_out
 
-pytestmark = pytest.mark.keras
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
 
 WRITERS = {
     "model.keras": lambda model, path: model.save(path),

@@ -12,7 +12,6 @@ import keras
 import pytest
 
 import tarantella_pp as tnt
-from tarantella_pp.runtime.rank_stages import RankStages
 from tests.helpers.training import BATCH, CASES, distance, make
 
 FILES = sorted((Path(__file__).parents[2] / "partition" / "golden_plans").glob("*.json"))
@@ -46,13 +45,13 @@ def test_they_load_and_keep_all_they_say(path):
 
 
 @pytest.mark.keras
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize(
     "path",
     [pytest.param(p, marks=() if p.name[:3] == "own" else pytest.mark.slow) for p in OF_MODELS],
     ids=names(OF_MODELS),
 )
-def test_they_train_with_the_numbers_of_keras(path, monkeypatch):
-    monkeypatch.setattr(RankStages, "is_due", lambda *_: False)  # to try stages out takes as long
+def test_they_train_with_the_numbers_of_keras(path):
     name = path.name.split(".")[1]
     pipeline = make(CASES[name], plan=path)
     assert distance(in_keras(name), two_steps(pipeline, CASES[name])) < 1e-10

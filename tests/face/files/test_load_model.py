@@ -19,7 +19,7 @@ from tests.helpers.mpi import mpi_run
 from tests.helpers.training import ROUNDING, distance, use_float64
 from tests.zoo.models import FromArray, mlp, nested, sequential, tied_head
 
-pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
 
 QUIET = {"batch_size": 8, "epochs": 1, "shuffle": False, "verbose": 0}
 IDS, X, Y = training.IDS[:16], training.X[:16], training.Y[:16]  # for batches of one size

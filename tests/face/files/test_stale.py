@@ -14,7 +14,7 @@ from tests.helpers.mpi import mpi_run
 from tests.helpers.training import ROUNDING, distance, integers, use_float64
 from tests.zoo.models import mlp, tied_head
 
-pytestmark = [pytest.mark.keras, pytest.mark.mpi]
+pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.usefixtures("untried")]
 
 BATCH = {"batch_size": 8, "verbose": 0}
 QUIET = {**BATCH, "shuffle": False}

@@ -18,7 +18,7 @@ from tests.helpers.mpi import mpi_run
 from tests.helpers.training import IDS, ROUNDING, X, Y, distance, integers, use_float64
 from tests.zoo.models import mlp, tied_head
 
-pytestmark = pytest.mark.keras
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
 
 QUIET = {"batch_size": 6, "epochs": 1, "shuffle": False, "verbose": 0}
 ROWS = 12  # samples for two batches of one size, for which stages are traced once

@@ -12,7 +12,7 @@ from tests.helpers.mpi import mpi_run
 from tests.helpers.training import X, Y, refused, sgd, use_float64
 from tests.zoo.models import mlp
 
-pytestmark = [pytest.mark.keras, pytest.mark.mpi]
+pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.usefixtures("untried")]
 
 QUIET = {"batch_size": 8, "shuffle": False, "verbose": 0}
 

@@ -10,7 +10,7 @@ from keras import layers, ops
 
 from tests.helpers.training import SAMPLES, Case, distance, finish, floats, integers, make, sgd
 
-pytestmark = pytest.mark.keras
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
 
 LARGE = keras.initializers.RandomNormal(0, 40, seed=1)
 LABELS = integers(3, seed=2)

@@ -11,7 +11,7 @@ from tests.helpers.mpi import mpi_run
 from tests.helpers.training import Case, X, Y, distance, fitted, in_precision, make, regression
 from tests.zoo.models import mlp
 
-pytestmark = pytest.mark.keras
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
 
 ROWS, BATCH, ZERO = 12, 4, 6
 """Three batches; a sample of the second one, in the share of the second of two replicas."""

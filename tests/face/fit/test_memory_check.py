@@ -14,7 +14,7 @@ from tarantella_pp.runtime.stage.stage import Stage
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import distance
 
-pytestmark = pytest.mark.keras
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
 
 WORDS, LENGTH, ROWS = 500, 6, 16
 OUTPUTS = ROWS * LENGTH * WORDS * 8  # bytes of a batch, in float64

@@ -14,7 +14,7 @@ from tests.helpers.mpi import mpi_run
 from tests.helpers.training import begin_again, distance, refused, sgd, use_float64
 from tests.zoo.models import mlp
 
-pytestmark = [pytest.mark.keras, pytest.mark.mpi]
+pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.usefixtures("untried")]
 
 ROUNDING = 1e-10
 X, Y = training.X[:12], training.Y[:12]

@@ -107,6 +107,7 @@ def in_two_phases(model):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("untried")
 def test_layers_stay_opened_where_others_are_trained_later(tmp_path):
     plan = make_plan(opened.twice(), 3, num_micro_batches=1)
     assert sum("/" in name for name in plan.node_names) > 4

@@ -192,6 +192,7 @@ rank 1: 2F0 2R0 3F0 3BW0 2BW0 2F1 3F1 3BW1 2BW1 2F2 3F2 3BW2 2BW2
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("untried")
 def test_schedules_that_are_searched_for_and_the_users_own(tmp_path):
     (tmp_path / "own").write_text(OWN)
     run = mpi_run(2, search_and_narrow, str(tmp_path), timeout=240).check()

@@ -20,7 +20,7 @@ from tests.helpers import training
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import LABELS, ROUNDING, SAMPLES, WEIGHTS, X, adamw, distance
 
-pytestmark = [pytest.mark.keras, pytest.mark.mpi]
+pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.usefixtures("untried")]
 
 QUIET = {"verbose": 0}
 STEPS = 3  # of 8, 8 and 6 samples

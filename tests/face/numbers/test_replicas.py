@@ -15,7 +15,7 @@ from tests.helpers.mpi import PYTHONS, mpi_run
 from tests.helpers.training import BATCH, CASES, ROUNDING, X, Y, adamw, distance, fitted
 from tests.zoo.models import perceptron
 
-pytestmark = [pytest.mark.keras, pytest.mark.mpi]
+pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.usefixtures("untried")]
 
 
 def averaging():

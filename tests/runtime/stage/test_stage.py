@@ -11,7 +11,6 @@ from keras import layers, ops
 
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.graph.keras_reader import extract
-from tarantella_pp.runtime.rank_stages import RankStages
 from tarantella_pp.runtime.stage import stage as stages
 from tarantella_pp.runtime.stage.graph_split import CutError
 from tarantella_pp.runtime.stage.split_backward import _bytes_of
@@ -19,13 +18,7 @@ from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries
 from tarantella_pp.schedule import Schedule, make_schedule
 from tests.helpers.training import distance, in_precision
 
-pytestmark = pytest.mark.keras
-
-
-@pytest.fixture(autouse=True)
-def _not_tried_out(monkeypatch):
-    """Tests of probes try stages out, which takes as long as all else."""
-    monkeypatch.setattr(RankStages, "is_due", lambda *_: False)
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
 
 
 def many_ops(x):

@@ -14,7 +14,7 @@ from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction
 from tests.helpers.message_cases import run_cases
 from tests.helpers.mpi import mpi_run
 
-pytestmark = [pytest.mark.keras, pytest.mark.mpi]
+pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.usefixtures("untried")]
 
 SHAPES = {"kernel": (300, 170), "bias": (170,), "gamma": (3,), "scale": (), "table": (50, 4)}
 assert 4 * 300 * 170 < LARGEST_IN_ONE_ROUND < 3 * 4 * 300 * 170

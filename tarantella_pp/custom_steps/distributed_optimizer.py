@@ -46,7 +46,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
             They are added up in float32 at least.
 
     Returns:
-        The same optimizer, with another `apply`. Still an instance of its class, and saved as such.
+        The same optimizer; `apply` and `apply_gradients`, also where its class overrides them, get
+        what all ranks have made. Still an instance of its class, and saved as such.
 
     Raises:
         ConfigurationError: Another `op`, or no Keras optimizer. Later, of `apply`: within a
@@ -97,14 +98,32 @@ class _Distributed:
     _threshold: int | float | str | None
     _wire_dtype: str | None
     _exchange: GradientExchange | None = None
+    _has_averaged = False
     _trainable_variables: Any
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Averages gradients over all ranks and applies them; takes all ranks."""
+        if not self._has_averaged:
+            known = (
+                self._trainable_variables if trainable_variables is None else trainable_variables
+            )
+            grads = self._averaged(list(grads), list(known))
+        super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        """As `apply`, but with pairs. A class may override either, so both get the averages."""
+        gradients, variables = zip(*grads_and_vars, strict=True)
+        averaged = self._averaged(gradients, variables)
+        type(self)._has_averaged = True  # the class is this optimizer's alone
+        try:
+            return super().apply_gradients(zip(averaged, variables, strict=True))  # type: ignore[misc]
+        finally:
+            type(self)._has_averaged = False
+
+    def _averaged(
+        self, gradients: Sequence[Gradient], variables: Sequence[Any]
+    ) -> Sequence[Gradient]:
         refuse_in_graph("apply() of a DistributedOptimizer")
-        gradients: Sequence[Gradient] = list(grads)
-        known = self._trainable_variables if trainable_variables is None else trainable_variables
-        variables = list(known)
         ranks = world()
         if ranks.size > 1 and len(variables) == len(gradients):  # else Keras says so
             specs = [f"{variable.dtype}{[*variable.shape]}" for variable in variables]
@@ -114,11 +133,11 @@ class _Distributed:
                     exchange = GradientExchange(
                         variables, ranks, self._wire_dtype, self._threshold, guesses=True
                     )
-                    type(self)._exchange = exchange  # the class is this optimizer's alone
+                    type(self)._exchange = exchange
                 gradients = exchange.added_up(gradients)
             if self._op == "mean":
                 gradients = [scaled(gradient, 1 / ranks.size) for gradient in gradients]
-        super().apply(gradients, trainable_variables)  # type: ignore[misc]
+        return gradients
 
 
 class GradientExchange:

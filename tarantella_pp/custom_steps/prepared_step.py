@@ -253,7 +253,10 @@ class PreparedStep:
 
 def _compiled(update: Update) -> Callable[[list[Gradient]], Any]:
     def apply(gradients: list[Gradient]) -> None:
-        update.optimizer.apply(gradients, update.variables)
+        if update.method == "apply":
+            update.optimizer.apply(gradients, update.variables)
+        else:
+            update.optimizer.apply_gradients(zip(gradients, update.variables, strict=True))
 
     compiled: Callable[[list[Gradient]], Any] = tf.function(
         apply, autograph=False, reduce_retracing=True

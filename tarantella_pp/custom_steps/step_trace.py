@@ -24,13 +24,14 @@ from tarantella_pp.runtime.weights.slices import put_together
 
 @dataclass(frozen=True)
 class Update:
-    """A call of an optimizer's `apply`."""
+    """A call of an optimizer's `apply` or `apply_gradients`."""
 
     optimizer: Any  # the optimizer
     variables: list[Any]  # what it is to update
     gradients: FlatGradients  # one for each of them
     dense: list[tf.Tensor | None]  # the same gradients, slices added up
     place: int  # how many operations there were before
+    method: str  # which of the two
 
     def rebuilt(self, tensors: Sequence[Any], fixed: Mapping[int, Sequence[bool]]) -> list[Any]:
         """Makes gradients of other values in the places of those of `gradients`."""
@@ -56,7 +57,7 @@ class StepTrace:
         self._around = around
         self._traced: Any = None
         self._moments: Any = None  # of batch normalizations, if they are known
-        self.updates: list[Update] = []  # calls of `apply`, in order
+        self.updates: list[Update] = []  # in order
         self.results: Any = None  # in the structure that the step returns, tensors or `None`
         traced = tf.function(self._trace, input_signature=list(specs), autograph=False)
         self.function = traced.get_concrete_function()
@@ -188,7 +189,7 @@ class StepTrace:
             lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), results
         )
 
-    def _take(self, optimizer: Any, grads: Any, trainable_variables: Any) -> None:
+    def _take(self, optimizer: Any, grads: Any, trainable_variables: Any, method: str) -> None:
         gradients, graph = list(grads), tf.compat.v1.get_default_graph()
         if averages_gradients(optimizer):
             raise UnsupportedModelError(
@@ -213,7 +214,7 @@ class StepTrace:
         place = len(graph.get_operations())
         dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
         flat = FlatGradients(gradients)
-        self.updates.append(Update(optimizer, variables, flat, dense, place))
+        self.updates.append(Update(optimizer, variables, flat, dense, place, method))
 
     def _check_random(self) -> None:
         """Refuses random numbers that would be the same on all replicas, whatever seeds say."""

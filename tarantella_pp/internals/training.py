@@ -230,22 +230,24 @@ def strategy_of(model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def updates_taken(take: Callable[[Any, Any, Any], None]) -> Iterator[None]:
-    """Hands over what optimizers are asked to apply, which then do not apply it."""
+def updates_taken(take: Callable[[Any, Any, Any, str], None]) -> Iterator[None]:
+    """Hands over what optimizers are asked to apply, and by which method; they do not apply it."""
 
-    def instead(original: Any) -> Any:
-        @functools.wraps(original)
-        def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
-            take(optimizer, grads, trainable_variables)
+    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
+        take(optimizer, grads, trainable_variables, "apply")
 
-        return apply
+    def apply_gradients(optimizer: Any, grads_and_vars: Any) -> Any:
+        gradients, variables = zip(*grads_and_vars, strict=True)
+        take(optimizer, gradients, variables, "apply_gradients")
+        return optimizer._iterations
 
     every = {base for kind in [BaseOptimizer, *_below(BaseOptimizer)] for base in kind.__mro__}
     with contextlib.ExitStack() as stack:
         for kind in every:  # mixins, too
-            if "apply" in vars(kind):
-                apply = instead(vars(kind)["apply"])
-                stack.enter_context(mock.patch.object(kind, "apply", apply))
+            for method in (apply, apply_gradients):
+                # Keras' own `apply_gradients` calls `apply`.
+                if method.__name__ in vars(kind) and (method is apply or kind is not BaseOptimizer):
+                    stack.enter_context(mock.patch.object(kind, method.__name__, method))
         yield
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from tarantella_pp.errors import ConfigurationError
 from tests.helpers.mpi import mpi_run
+from tests.helpers.own_steps import Bounded
 from tests.helpers.training import refused, use_float64
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
@@ -15,6 +16,7 @@ OPTIMIZERS = {
     "adam": lambda k: k.AdamW(0.01, use_ema=True, clipvalue=0.01),
     "adafactor": lambda k: k.Adafactor(0.01, gradient_accumulation_steps=2),
     "scaled": lambda k: k.LossScaleOptimizer(k.RMSprop(0.01), initial_scale=8.0),
+    "bounded": lambda k: Bounded(0.1, momentum=0.9),
 }
 
 

@@ -159,13 +159,21 @@ def scaling(optimizer):
     return keras.optimizers.LossScaleOptimizer(optimizer, 1024.0, dynamic_growth_steps=2)
 
 
+class Bounded(keras.optimizers.SGD):
+    """Changes gradients before it applies them."""
+
+    def apply_gradients(self, grads_and_vars):
+        grads_and_vars = ((g if g is None else ops.tanh(g), v) for g, v in grads_and_vars)
+        return super().apply_gradients(grads_and_vars)
+
+
 def judged():
     return keras.losses.BinaryCrossentropy(from_logits=True)
 
 
 CASES = {
     "regression": (Regression, lambda: [scaling(keras.optimizers.Adam(0.01, clipnorm=0.1))], X),
-    "sum": (SumOfLosses, lambda: [keras.optimizers.SGD(0.01, global_clipnorm=0.5)], X),
+    "sum": (SumOfLosses, lambda: [Bounded(0.01, global_clipnorm=0.5)], X),
     "adversaries": (GAN, lambda: [keras.optimizers.SGD(0.1, momentum=0.9), judged()], X),
     "teacher": (Teacher, lambda: [keras.optimizers.Adam(0.01)], IDS),
 }

@@ -14,6 +14,7 @@ from keras import layers
 from keras.src.losses.losses import LossFunctionWrapper
 
 from tarantella_pp.internals import training
+from tests.helpers.own_steps import Bounded
 
 pytestmark = pytest.mark.keras
 
@@ -204,7 +205,7 @@ class Halved(keras.optimizers.SGD):
 
 def optimizers():
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    return [keras.optimizers.Adam(), scaled, Halved()]
+    return [keras.optimizers.Adam(), scaled, Halved(), Bounded()]
 
 
 @pytest.mark.parametrize("optimizer", optimizers(), ids=lambda o: type(o).__name__)

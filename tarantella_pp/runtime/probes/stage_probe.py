@@ -180,7 +180,10 @@ class StageProbe:
         """Refuses layers that compute otherwise where they know how many samples there are."""
         if all(made_by_keras(part) for part in sublayers(self._module.layer)[1:]):
             return
-        known = ProbeTrace(self._module, specs_of(inputs), training, rows, differentiates=False)
+        try:
+            known = ProbeTrace(self._module, specs_of(inputs), training, rows, differentiates=False)
+        except Exception as error:  # of a layer that runs with all samples of a batch only
+            raise _takes_no_parts(error) from error
         if (call := trace.first_other(known, inputs)) is not None:
             raise _mixes(call, [])
 
@@ -198,11 +201,7 @@ class StageProbe:
         except Exception as error:  # whatever a layer says that runs with this many samples only
             trace = ProbeTrace(self._module, specs_of(inputs), training, rows)
             if num_micro_batches > 1:
-                raise UnsupportedModelError(
-                    "A layer runs only where it knows how many samples there are, and would have "
-                    f"fewer in micro-batches: {describe(error)}. Use num_micro_batches=1 and "
-                    "num_replicas=1, or let the layer ask for keras.ops.shape(x)[0]."
-                ) from error
+                raise _takes_no_parts(error) from error
             return trace
 
     def _batched(self, rows: int, inputs: Sequence[tf.Tensor]) -> list[bool]:
@@ -296,6 +295,14 @@ def _mixes(call: Call | None, strange: Sequence[str], said: str = "") -> Unsuppo
         "it would train something else than in one process. Use num_micro_batches=1 and "
         "num_replicas=1, or a form of it that treats each sample by itself, with the samples "
         f"along the first dimension.{said}"
+    )
+
+
+def _takes_no_parts(error: Exception) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "A layer runs only with a number of samples that it knows, and would have fewer in "
+        f"micro-batches: {describe(error)}. Use num_micro_batches=1 and num_replicas=1, or let "
+        "the layer ask for keras.ops.shape(x)[0]."
     )
 
 

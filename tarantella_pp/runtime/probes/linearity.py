@@ -94,6 +94,11 @@ def _is_sized(op: tf.Operation, follows: set[Any]) -> bool:
     return op.type in _CHOOSING or bounded or _given_sized(op, follows)
 
 
+def chooses_rows(tensors: Iterable[tf.Tensor], follows: set[Any]) -> bool:
+    """Whether what samples contain says how many rows one of some tensors has."""
+    return any(_Sized(tensor.op) in follows for tensor in tensors)
+
+
 def _averages_some(op: tf.Operation, follows: set[Any]) -> bool:
     """Whether it is a mean over as many values as samples' content says."""
     return op.type == "Mean" and _given_sized(op, follows) and _Sized(op) not in follows

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tarantella_pp.internals.training import body_of, moments_known
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.probes.linearity import (
+    chooses_rows,
     following,
     is_zero,
     nonlinear,
@@ -220,6 +221,11 @@ class ProbeTrace:
         """The first of the stage's calls that gives samples what follows from all of them."""
         seen = (call for call, made in self._made if any(uses_of_sums(made, self._follows)))
         return next(seen, None)
+
+    def first_to_choose_rows(self) -> Call | None:
+        """The first call whose rows samples' content chooses, if the stage hands on any such."""
+        chosen = (call for call, made in self._made if chooses_rows(made, self._follows))
+        return next(chosen, None) if chooses_rows(self._parts[0], self._follows) else None
 
     def outputs(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The stage's outputs for some inputs, as it hands them on."""

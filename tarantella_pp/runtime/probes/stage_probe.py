@@ -158,7 +158,7 @@ class StageProbe:
                 self._module.accumulator.fixed = found.fixed
             if found.mixes or found.strange:
                 strange = [trace.weights[place].path for place in found.strange]
-                raise _mixes(trace.first_call(samples), strange)
+                raise _mixed(trace, trace.first_call(samples), strange)
         self._refuse_mixed(trace, samples.changed(alike))
         if rows < samples.rows:  # as many as there are in training
             self._refuse_mixed(trace, samples, (rows, samples.rows - rows))
@@ -166,13 +166,13 @@ class StageProbe:
         if self._module.added_by[training]:
             self._kinds[training] = _added_kinds(trace, samples)
         if trace.mixes_rarely(samples):
-            raise _mixes(trace.first_to_see_sums(), [])
+            raise _mixed(trace, trace.first_to_see_sums(), [])
 
     def _refuse_mixed(
         self, trace: ProbeTrace, samples: Samples, sizes: Sequence[int] = (1, 2)
     ) -> None:
         if trace.compare(samples, sizes=sizes).mixes:
-            raise _mixes(trace.first_call(samples, sizes), [])
+            raise _mixed(trace, trace.first_call(samples, sizes), [])
 
     def _refuse_sizes(
         self, trace: ProbeTrace, training: bool, rows: int, inputs: Sequence[tf.Tensor]
@@ -281,6 +281,17 @@ def _another(tensor: tf.Tensor) -> tf.Tensor:
     wave = tf.abs(tf.cos(1.1 * tf.cast(tf.range(tf.size(tensor)), tf.float64)))
     wave = tf.reshape(tf.cast(wave, tensor.dtype), tf.shape(tensor))
     return 1.25 * tensor + 0.1 * (tf.reduce_max(tf.abs(tensor)) + 0.1) * wave
+
+
+def _mixed(trace: ProbeTrace, call: Call | None, strange: Sequence[str]) -> UnsupportedModelError:
+    if call is not None or (chosen := trace.first_to_choose_rows()) is None:
+        return _mixes(call, strange)
+    return UnsupportedModelError(
+        f"'{chosen.name}' ({chosen.kind}) gives a number of rows that depends on what samples "
+        "contain, and the next stage, which needs them, cannot know whose they are. Make one layer "
+        "of what picks rows and what puts them back, or use num_stages=1, or num_micro_batches=1 "
+        "and num_replicas=1."
+    )
 
 
 def _mixes(call: Call | None, strange: Sequence[str], said: str = "") -> UnsupportedModelError:

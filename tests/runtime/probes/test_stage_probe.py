@@ -421,6 +421,11 @@ REFUSED = [
         (lambda function=function: turned(Own(function)), told, {"x": TURNED} | ALONG)
         for told, function in ALONG_TIME.items()
     ),
+    (
+        own(lambda layer, x, _: layer.gain * tf.boolean_mask(x, x[:, 0] > 0)),
+        r"'odd' \(Own\) gives a number of rows .*num_stages=1",
+        {"stages": 2, "balance": [2, 1]},
+    ),
     (table_of_samples, "'odd'.*mixes samples", {"stages": 2, "balance": [3, 2]}),
     # Gradients that plans do not expect.
     (said, r"gradient of 'lie' .* have integers", {"stages": 2, "balance": [1, 1]}),

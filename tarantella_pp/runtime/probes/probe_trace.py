@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.internals.training import body_of, moments_known
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.probes.linearity import (
@@ -104,10 +105,12 @@ class ProbeTrace:
         self.cut_off: list[Call] = []  # whose gradient would be lost between stages
         self.drawn_by: list[Call] = []  # with random numbers of Python or NumPy, while traced
         self._numbers = _random_numbers()
+        kept = _kept_numbers(module.layer)
         place = tf.TensorSpec([2], tf.int32)
         factors = tf.TensorSpec([None], keras.config.floatx())
         traced = tf.function(self._trace, input_signature=[place, factors, *specs], autograph=False)
         self.function = traced.get_concrete_function()
+        self.counts = _kept_numbers(module.layer) != kept  # layers, in Python, while traced
         self._feeds = self.function.inputs[: len(specs) + 2]
         self._samples = [t for t in self._feeds[2:] if t.shape.rank and t.shape[0] is None]
         self.most_samples = most_samples(self.function)  # of a trial with gradients
@@ -413,6 +416,12 @@ def _random_numbers() -> Any:
     """The states of the generators that all of the process shares."""
     numpy = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - layers may use it
     return random.getstate(), numpy["key"].tobytes(), numpy["pos"]
+
+
+def _kept_numbers(layer: Any) -> list[dict[str, Any]]:
+    """The numbers of Python that layers keep."""
+    kept = (vars(part).items() for part in sublayers(layer))
+    return [{name: x for name, x in items if type(x) in (int, float)} for items in kept]
 
 
 def _read(tensors: Sequence[tf.Tensor], handles: set[Any]) -> bool:

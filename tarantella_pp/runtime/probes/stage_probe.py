@@ -73,11 +73,16 @@ class StageProbe:
         first = samples_first(inputs, self._axes)
         trace = self._trace(training, rows, first, num_micro_batches)
         refuse_effects(trace.function, self._module.layer, num_micro_batches, self._is_plain)
-        for call in trace.drawn_by:
+        unlike = list(trace.drawn_by)
+        if trace.counts:
+            again = self._trace(training, rows, first, num_micro_batches)
+            unlike += filter(None, [trace.first_other(again, first)])
+        for call in unlike:
             raise UnsupportedModelError(
-                f"'{call.name}' ({call.kind}) draws random numbers of Python "
-                "or NumPy when it is traced, so each trace that a pipeline needs would compute "
-                "something else. Draw them with keras.random and a SeedGenerator of its own."
+                f"'{call.name}' ({call.kind}) draws random numbers of Python or NumPy, or counts "
+                "in Python, when it is traced, so each trace that a pipeline needs would compute "
+                "something else. Draw them with keras.random and a SeedGenerator of its own, and "
+                "count in a weight with trainable=False."
             )
         if training:
             self._refuse_lost(trace, num_micro_batches > self._num_replicas)

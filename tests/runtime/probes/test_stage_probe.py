@@ -340,6 +340,11 @@ def given():
     return keras.Model(inputs, layers.Dense(5)(x * first.bias))
 
 
+def counting_in_python(layer, x, _):
+    layer.calls = getattr(layer, "calls", 0) + 1
+    return layer.calls * layer.gain * x
+
+
 def slowly(rows, told):
     """Leaves rows to the whole run that options tell of."""
     return [pytest.param(*row, marks=[pytest.mark.slow] * bool(told(row[-1]))) for row in rows]
@@ -417,6 +422,7 @@ REFUSED = [
     ),
     *((own(function), DRAWS, {}) for function in DRAWING.values()),
     (own(DRAWING["Python"]), DRAWS, {"micro_batches": 1, "stages": 2}),
+    (own(counting_in_python), "'odd'.*counts in Python", {"micro_batches": 1, "stages": 2}),
     *(
         (lambda function=function: turned(Own(function)), told, {"x": TURNED} | ALONG)
         for told, function in ALONG_TIME.items()

@@ -89,14 +89,3 @@ def test_each_rank_takes_a_gpu(
     assert result.code == 0, result.stderr
     for rank, gpu in enumerate(["5", "6"]):
         assert f"rank {rank} takes {gpu}, growth true\n" in result.stdout
-
-
-@pytest.mark.slow
-def test_a_job_that_is_killed_is_one_training(python: str, tmp_path: pathlib.Path) -> None:
-    command = ["restarted.py", str(tmp_path), "2", "5-0"]
-    with tarantella(python, "-n", "2", "--restarts", "2", *command) as job:
-        result = job.result(limit=300)
-        assert not job.processes()
-    assert result.code == 0, result.stderr
-    assert result.stderr.count("tarantella: restart ") == 1
-    assert result.stdout == "2 ranks, 2 stages, close: True\n"

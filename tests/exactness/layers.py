@@ -105,9 +105,9 @@ VARIANTS: dict[str, Callable[[], layers.Layer]] = {
     "Dense(activity_regularizer)": lambda: layers.Dense(3, activity_regularizer="l2"),
     "Dense(kernel_constraint)": lambda: layers.Dense(3, kernel_constraint="max_norm"),
     "Dense(kernel_regularizer)": lambda: layers.Dense(3, kernel_regularizer="l2"),
-    "GRU(dropout)": lambda: layers.GRU(3, dropout=0.3, recurrent_dropout=0.3),
     "Lambda over all samples": lambda: layers.Lambda(lambda x: x - ops.mean(x, 0)),
     "MultiHeadAttention(dropout)": lambda: layers.MultiHeadAttention(2, 3, dropout=0.3),
+    "SimpleRNN(dropout)": lambda: layers.SimpleRNN(3, dropout=0.3, recurrent_dropout=0.3),
     "SimpleRNN(return_state)": lambda: layers.SimpleRNN(
         3, return_sequences=True, return_state=True
     ),

@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
 
 FAULTS = {
     "orphan": (1, "ValueError: a bad apple"),  # with a process left behind
-    "exit75": (75, "sys.exit(75)"),
     "_exit0": (1, "exit code 0 before its script did"),
     "_exit5": (5, "exit code 5"),
     "sigkill": (137, "killed by SIGKILL"),
+    "exit75": (75, "sys.exit(75)"),
     "keeper": (137, "killed by SIGKILL"),  # the process above the script
     "interrupt": (130, "KeyboardInterrupt"),
     "thread": (1, "ZeroDivisionError: division by zero (in thread"),
@@ -44,9 +44,13 @@ def expect_failures(python: str, faults: Sequence[str], wait: str, ranks: int) -
             assert result.seconds < 8
 
 
-@pytest.mark.parametrize("faults", [[*FAULTS][:4], [*FAULTS][4:]])
-def test_a_failed_rank_ends_the_job(python, faults):
-    expect_failures(python, faults, "recv", ranks=2)
+@pytest.mark.parametrize(
+    ("faults", "wait", "ranks"), [([*FAULTS][:4], "barrier", 3), ([*FAULTS][4:], "recv", 2)]
+)
+def test_a_failed_rank_ends_the_job(python, faults, wait, ranks):
+    """The first ones make launchers hang now and then."""
+    for _ in range(20 if more_asked_for() else 1):
+        expect_failures(python, faults, wait, ranks)
 
 
 def test_a_rank_that_leaves_while_others_wait_ends_the_job(python):
@@ -136,12 +140,6 @@ def test_a_job_that_takes_too_long_is_killed(python):
         assert not job.processes()
     assert result.code == 124
     assert "after 1 s (--timeout)" in result.stderr
-
-
-@pytest.mark.slow
-def test_faults_that_make_launchers_hang_now_and_then(python):
-    for _ in range(20 if more_asked_for() else 1):
-        expect_failures(python, ["sigkill", "_exit5", "orphan"], "barrier", ranks=3)
 
 
 @pytest.mark.parametrize(

@@ -45,19 +45,6 @@ def ids(*shape: int, seed: int = 0) -> Any:
     return integers(WORDS, *shape, seed=seed)[:ROWS]
 
 
-class TokenAndPosition(layers.Layer):
-    """Words and their places, as the transformer of Keras' examples has them."""
-
-    def __init__(self, length: int, size: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.length, self.size = length, size
-        self.words = layers.Embedding(WORDS, size)
-        self.places = layers.Embedding(length, size)
-
-    def call(self, x: Any) -> Any:
-        return self.words(x) + self.places(ops.arange(0, ops.shape(x)[-1], 1))
-
-
 class TransformerBlock(layers.Layer):
     """Attention and a small net, with a rate of dropout that is zero."""
 
@@ -72,12 +59,6 @@ class TransformerBlock(layers.Layer):
     def call(self, x: Any, training: bool | None = None) -> Any:
         x = self.first(x + self.drop(self.attends(x, x), training=training))
         return self.second(x + self.drop(self.net(x), training=training))
-
-
-def transformer() -> keras.Model:
-    inputs = keras.Input((6,), dtype="int32")
-    x = layers.GlobalAveragePooling1D()(TransformerBlock(8, 2)(TokenAndPosition(6, 8)(inputs)))
-    return keras.Model(inputs, layers.Dense(3, activation="softmax")(layers.Dense(5)(x)))
 
 
 class Distance(layers.Layer):
@@ -299,9 +280,6 @@ def one_hot(*shape: int) -> Any:
 
 CLASSES, SIGNS = integers(3)[:ROWS], integers(2, 64)[:ROWS]
 PATTERNS = {
-    "transformer": Pattern(
-        transformer, ids(6), CLASSES, "sparse_categorical_crossentropy", ("accuracy",)
-    ),
     "siamese": Pattern(siamese, [of(6), of(6, seed=1)], SIGNS[:, :1], "binary_crossentropy"),
     "ctc": Pattern(ctc, [of(5, 6), 1 + integers(4, 2)[:ROWS]], None, None, ()),
     "u_net": Pattern(u_net, of(8, 8, 2), SIGNS.reshape(-1, 8, 8, 1), "binary_crossentropy"),

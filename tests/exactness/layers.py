@@ -40,7 +40,7 @@ INPUTS = [[s] for s in (IMAGE, SEQUENCE, VOLUME, FILM, VECTOR)] + [[SEQUENCE] * 
 ARGUMENTS: dict[str, Callable[[], Any]] = {
     "activation": lambda: "tanh",
     "axes": lambda: 1,
-    "cell": lambda: layers.LSTMCell(3),
+    "cell": lambda: layers.SimpleRNNCell(3),
     "cells": lambda: [layers.SimpleRNNCell(3), layers.SimpleRNNCell(2)],
     "dims": lambda: (2, 1),
     "equation": lambda: "ab,bc->ac",

@@ -300,7 +300,7 @@ def attention_kwargs():
 def masked_recurrent():
     ids = keras.Input((6,), dtype="int32")
     x = layers.Embedding(9, 5, mask_zero=True)(ids)
-    x = layers.Bidirectional(layers.GRU(4, return_sequences=True))(x)
+    x = layers.Bidirectional(layers.SimpleRNN(4, return_sequences=True))(x)
     x = layers.TimeDistributed(layers.Dense(4))(x)
     x = layers.LSTM(4, return_sequences=True)(x)
     return keras.Model(ids, layers.GlobalAveragePooling1D()(x))
@@ -367,8 +367,8 @@ def nested_many():
 
 def nested_masked():
     i = keras.Input((6, 5))
-    x = layers.LSTM(5, return_sequences=True)(i)
-    reader = keras.Model(i, layers.LSTM(5, return_sequences=True)(x), name="reader")
+    x = layers.SimpleRNN(5, return_sequences=True)(i)
+    reader = keras.Model(i, layers.SimpleRNN(5, return_sequences=True)(x), name="reader")
     ids = keras.Input((6,), dtype="int32")
     embed = keras.Sequential(
         [keras.Input((6,), dtype="int32"), layers.Embedding(9, 5, mask_zero=True)]
@@ -404,7 +404,7 @@ def opaque_regularized():
 
 def opaque_mask():
     i = keras.Input((6, 5))
-    inner = keras.Model(i, layers.LSTM(5)(i), name="inner")
+    inner = keras.Model(i, layers.SimpleRNN(5)(i), name="inner")
     inputs = keras.Input((6, 5))
     x = layers.Dense(5)(inputs)
     return keras.Model(inputs, inner(x, mask=inputs[..., 0] > 0))

@@ -51,7 +51,7 @@ def flat(x):
 
 def recurrent(x):
     """A loop that may draw random numbers, and one that may not."""
-    x = layers.LSTM(4, return_sequences=True)(layers.Masking(0.0)(ops.relu(x)))
+    x = layers.SimpleRNN(4, return_sequences=True)(layers.Masking(0.0)(ops.relu(x)))
     steps = ops.transpose(x, (1, 0, 2))
     return x + ops.scan(lambda kept, now: (ops.tanh(kept + now), now), steps[0], steps)[0][:, None]
 

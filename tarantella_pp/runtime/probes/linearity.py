@@ -53,7 +53,7 @@ _LIKE_ONE = {"GatherV2": 1, "ResourceGather": 1, "GatherNd": 1, "TensorScatterUp
 _LIKE_ONE |= {"ScatterNd": 2, "UnsortedSegmentSum": 2, "TensorScatterAdd": 0}
 
 
-class _Sized(NamedTuple):
+class Sized(NamedTuple):
     """Marks an operation whose number of rows follows from what samples contain."""
 
     op: tf.Operation
@@ -63,45 +63,40 @@ def following(
     graph: tf.Graph, inputs: Iterable[tf.Tensor], sized: Iterable[tf.Tensor] = ()
 ) -> set[Any]:
     """What follows from what samples contain: operations, outputs of functions, numbers of rows."""
-    found: set[Any] = {tensor.op for tensor in inputs} | {_Sized(tensor.op) for tensor in sized}
+    found: set[Any] = {tensor.op for tensor in inputs} | {Sized(tensor.op) for tensor in sized}
     for op in graph.get_operations():
         follows = any(_follows(tensor, found) for tensor in op.inputs)
         if follows and op.type != "Rank" and (op.type not in _SIZES or _given_sized(op, found)):
             found.add(op)
             if _is_sized(op, found):
-                found.add(_Sized(op))
+                found.add(Sized(op))
             # What reads a variable later follows from what is written to it, too.
             found |= {tensor.op for tensor in _written(op)}
             if (body := body_of(op)) is not None:
                 inside = _following_in(body, op, found)
                 pairs = zip(body.outputs, op.outputs, strict=False)
                 found |= {outer.ref() for inner, outer in pairs if _follows(inner, inside)}
-                found |= {_Sized(op) for inner in body.outputs if _Sized(inner.op) in inside}
+                found |= {Sized(op) for inner in body.outputs if Sized(inner.op) in inside}
     return found
 
 
 def _given_sized(op: tf.Operation, follows: set[Any]) -> bool:
-    return any(_Sized(tensor.op) in follows for tensor in op.inputs)
+    return any(Sized(tensor.op) in follows for tensor in op.inputs)
 
 
 def _is_sized(op: tf.Operation, follows: set[Any]) -> bool:
     if all(tensor.shape.is_fully_defined() for tensor in op.outputs):
         return False
     if op.type in _LIKE_ONE:
-        return _Sized(op.inputs[_LIKE_ONE[op.type]].op) in follows
+        return Sized(op.inputs[_LIKE_ONE[op.type]].op) in follows
     numbers = (t for t in op.inputs if t.dtype.is_integer and t.shape.is_fully_defined())
     bounded = op.type in _BOUNDED and any(_follows(tensor, follows) for tensor in numbers)
     return op.type in _CHOOSING or bounded or _given_sized(op, follows)
 
 
-def chooses_rows(tensors: Iterable[tf.Tensor], follows: set[Any]) -> bool:
-    """Whether what samples contain says how many rows one of some tensors has."""
-    return any(_Sized(tensor.op) in follows for tensor in tensors)
-
-
 def _averages_some(op: tf.Operation, follows: set[Any]) -> bool:
     """Whether it is a mean over as many values as samples' content says."""
-    return op.type == "Mean" and _given_sized(op, follows) and _Sized(op) not in follows
+    return op.type == "Mean" and _given_sized(op, follows) and Sized(op) not in follows
 
 
 def _follows(tensor: tf.Tensor, follows: set[Any]) -> bool:
@@ -199,7 +194,7 @@ def _is_sum(tensor: tf.Tensor) -> bool:
 
 def _following_in(body: tf.Graph, op: tf.Operation, follows: set[Any]) -> set[Any]:
     pairs = [*zip(body.inputs, op.inputs, strict=True)]
-    sized = [inner for inner, outer in pairs if _Sized(outer.op) in follows]
+    sized = [inner for inner, outer in pairs if Sized(outer.op) in follows]
     return following(body, [inner for inner, outer in pairs if _follows(outer, follows)], sized)
 
 

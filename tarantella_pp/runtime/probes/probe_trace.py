@@ -18,7 +18,7 @@ from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.internals.training import body_of, moments_known
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.probes.linearity import (
-    chooses_rows,
+    Sized,
     following,
     is_zero,
     nonlinear,
@@ -227,8 +227,9 @@ class ProbeTrace:
 
     def first_to_choose_rows(self) -> Call | None:
         """The first call whose rows samples' content chooses, if the stage hands on any such."""
-        chosen = (call for call, made in self._made if chooses_rows(made, self._follows))
-        return next(chosen, None) if chooses_rows(self._parts[0], self._follows) else None
+        made = [([Sized(t.op) in self._follows for t in each], c) for c, each in self._made]
+        sent = any(Sized(tensor.op) in self._follows for tensor in self._parts[0])
+        return next((call for chosen, call in made if sent and any(chosen)), None)
 
     def outputs(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The stage's outputs for some inputs, as it hands them on."""

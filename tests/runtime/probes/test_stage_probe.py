@@ -136,6 +136,15 @@ class Loop(layers.Layer):
         return shape
 
 
+def until_small(x, halves=None):
+    """Halves numbers until all are small: all of them, or those that are not."""
+
+    def turn(x):
+        return [tf.where(ops.abs(x) > 1e-3 if halves is None else halves, x / 2, x)]
+
+    return tf.while_loop(lambda x: tf.reduce_any(ops.abs(x) > 1e-3), turn, [x])[0]
+
+
 def counting(layer, x, training):
     if training:
         layer.count.assign_add(1.0)
@@ -366,6 +375,7 @@ MIXING = {
     "rarely scaled": lambda layer, x, _: (
         layer.gain * x / ops.maximum(ops.max(ops.abs(x), axis=0), 100.0)
     ),
+    "until all are small": lambda layer, x, _: layer.gain * until_small(x, ops.ones_like(x) > 0),
     "rarely shifted": lambda layer, x, _: layer.gain * x + ops.sum(ops.relu(x - 50.0)),
 }
 COUNTED = (
@@ -469,6 +479,7 @@ EXACT = [
     (lambda: between(*map(Own, (MIXING["reversed"], *COUNTING), ["ones"] * 3, "abc")), X, TWO),
     (own(DRAWING["no generator"]), X, ONE),
     (own(one_by_one), X, TWO),
+    (own(lambda layer, x, _: layer.gain * until_small(x)), X, {"stages": 2}),
     # What treats samples apart, where they are along another dimension.
     (lambda: turned(layers.Dense(5, activation="tanh"), Watched()), TURNED, LAYERS),
     (spectrum, X, LIES),

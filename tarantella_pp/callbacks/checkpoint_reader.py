@@ -20,6 +20,7 @@ from tarantella_pp.callbacks.checkpoint_folder import (
 )
 from tarantella_pp.callbacks.tensor_file import TensorFile, sha256_of
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
+from tarantella_pp.internals.parted import columns_in
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import to_tensor
 from tarantella_pp.runtime.weights.optimizer_state import spec_of
@@ -52,15 +53,26 @@ class RestoredState:
     def assign(self, variables: Mapping[str, Any]) -> None:
         """Gives variables the values that are kept under their keys."""
         for key, variable in variables.items():
-            saved = self.manifest.tensors.get(key)
-            if saved is None or (saved.dtype, saved.shape) != spec_of(variable):
+            saved, (dtype, shape) = self._value(key), spec_of(variable)
+            if saved is None or (saved.dtype.name, saved.shape) != (dtype, shape):
                 what = "nothing" if saved is None else f"{saved.dtype} of shape {saved.shape}"
-                dtype, shape = spec_of(variable)
                 raise ConfigurationError(
                     f"Checkpoint '{self._folder}' is one of another run: it has {what} for "
                     f"'{variable.path}' ({key}), which is {dtype} of shape {shape}."
                 )
-            variable.assign(to_tensor(self._read(key)))
+            variable.assign(to_tensor(saved))
+
+    def _value(self, key: str) -> Array | None:
+        """What is kept under a key, put together and cut where the run had it in other parts."""
+        if key in self.manifest.tensors:
+            return self._read(key)
+        kind, number, *columns = key.split("/")
+        parts = [k for k in self.manifest.tensors if f"{k}/".startswith(f"{kind}/{number}/")]
+        if not parts:
+            return None
+        parts.sort(key=lambda k: int(k.split("/")[-1].split(":")[0]))
+        whole = np.concatenate([self._read(part) for part in parts], -1)
+        return np.ascontiguousarray(columns_in(whole, *columns or [""]))
 
     def _read(self, key: str) -> Array:
         number = self.manifest.tensors[key].file

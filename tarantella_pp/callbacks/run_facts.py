@@ -11,6 +11,7 @@ import keras
 from tarantella_pp.callbacks.checkpoint_folder import Manifest
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.optimizers import wrapped_in
+from tarantella_pp.internals.parted import wholes
 from tarantella_pp.internals.state import compiled_with
 from tarantella_pp.runtime.comm.collective import compiled_facts, nameless
 from tarantella_pp.runtime.weights.optimizer_state import spec_of
@@ -36,7 +37,7 @@ def facts_of(model: Any, data: Mapping[str, Any]) -> Any:
     return as_json(
         {
             "variables": [
-                [v.name, *spec_of(v), bool(v.trainable)] for v in engine.weights.variables
+                [v.name, *spec_of(v), bool(v.trainable)] for v in wholes(engine.weights.variables)
             ],
             "model": engine.plan and engine.extracted.readings[0].graph.fingerprint(),
             "compiled": compiled,

@@ -28,6 +28,12 @@ def delegates_of(optimizer: Any, weights: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(optimizer._optimizer_map(weight) for weight in weights))
 
 
+def excludes(optimizer: Any, weight: Any) -> bool:
+    """Whether a weight was given to `exclude_from_weight_decay` itself, not by its name."""
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", ())
+    return weight._value is not None and weight._value._unique_id in excluded
+
+
 def scales_dynamically(optimizer: Any) -> bool:
     """Whether an optimizer halves and doubles the scale of the loss by what gradients come out."""
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
@@ -78,12 +84,16 @@ def is_keras_optimizer(optimizer: Any) -> bool:
     return getattr(keras.optimizers, type(optimizer).__name__, None) is type(optimizer)
 
 
-def looks_at_all_gradients(optimizer: Any) -> bool:
-    """Whether a step must know something of the gradients of all weights; see `summands`."""
-    return scales_dynamically(optimizer) or _clips_globally(optimizer)
+def clips_by_norm(optimizer: Any, has_parts: bool) -> bool:
+    """Whether gradients are clipped by the norm of all, or of weights that ranks have in parts."""
+    inner = wrapped_in(optimizer)
+    by_weight = has_parts and getattr(inner, "clipnorm", None)
+    return bool(by_weight or getattr(inner, "global_clipnorm", None))
 
 
-def summands(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -> tf.Tensor:
+def summands(
+    optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any], clips: bool
+) -> tf.Tensor:
     """What a step needs to know of some gradients: whether one is not finite, the squares of each.
 
     Squares are added up in the order of the model's weights, whatever rank has which.
@@ -92,27 +102,33 @@ def summands(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -
     squares = [infinite] * len(weights)
     if scales_dynamically(optimizer):
         infinite = 1.0 - tf.cast(optimizer.check_finite(gradients), tf.float64)
-    if _clips_globally(optimizer):
+    if clips:
         for place, gradient in _clipped(optimizer, gradients, weights):
             squares[place] = tf.cast(keras.ops.sum(keras.ops.square(gradient)), tf.float64)
     return tf.stack([infinite, *squares])
 
 
 @contextlib.contextmanager
-def with_global_norm(optimizer: Any, totals: tf.Tensor) -> Iterator[None]:
-    """Has an optimizer that is given some gradients clip and scale by the norm of all."""
-    inner, most = wrapped_in(optimizer), wrapped_in(optimizer).global_clipnorm
-    norm = tf.sqrt(tf.reduce_sum(totals[1:]))
+def with_norms(optimizer: Any, all_finite: tf.Tensor, squares: tf.Tensor | None) -> Iterator[None]:
+    """Has an optimizer scale and clip some gradients by what is known of all.
+
+    `squares` has for each of them the sum of squares that it is clipped by.
+    """
+    inner = wrapped_in(optimizer)
 
     def clip(gradients: Sequence[Any]) -> list[Any]:
         # As Keras does. What is not finite stays so, and makes all gradients NaN.
-        scale = most * tf.minimum(1 / norm, 1 / most) + (norm - norm)
+        most, norms = inner.global_clipnorm or inner.clipnorm, tf.sqrt(squares)
+        scales = most / tf.maximum(norms, most)
+        if inner.global_clipnorm:
+            scales = most * tf.minimum(1 / norms, 1 / most) + (norms - norms)
         dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-        return [None if g is None else g * tf.cast(scale, g.dtype) for g in dense]
+        pairs = zip(dense, tf.unstack(scales), strict=True)
+        return [None if g is None else g * tf.cast(scale, g.dtype) for g, scale in pairs]
 
     if scales_dynamically(optimizer):
-        optimizer.check_finite = lambda _: totals[0] == 0
-    if _clips_globally(optimizer):
+        optimizer.check_finite = lambda _: all_finite
+    if squares is not None:
         inner._clip_gradients = clip
     try:
         yield
@@ -121,14 +137,10 @@ def with_global_norm(optimizer: Any, totals: tf.Tensor) -> Iterator[None]:
         vars(inner).pop("_clip_gradients", None)
 
 
-def _clips_globally(optimizer: Any) -> bool:
-    return bool(getattr(wrapped_in(optimizer), "global_clipnorm", None))
-
-
 def _clipped(
     optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]
 ) -> Iterator[tuple[int, Any]]:
-    """What `global_clipnorm` clips: gradients unscaled, or their means over several steps."""
+    """What clipping by a norm looks at: gradients unscaled, or their means over several steps."""
     inner = wrapped_in(optimizer)
     for place, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
         if gradient is None or weight.overwrite_with_gradient:

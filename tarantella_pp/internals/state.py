@@ -172,6 +172,11 @@ def initializer_of(variable: Any) -> Any:
     return variable._initializer
 
 
+def begin_with(variable: Any, initializer: Any) -> None:
+    """Has a variable without a value begin with another one."""
+    variable._initializer = initializer
+
+
 @contextlib.contextmanager
 def variables_without_values(made: list[Any]) -> Iterator[dict[int, Any]]:
     """Lets variables be made that have shapes and initializers, but no memory."""
@@ -280,9 +285,18 @@ def _build(optimizer: Any, weights: Sequence[Any], values: Mapping[Key, Any], bu
         return
     _build_anew(optimizer, weights)
     for slot in slots_of(optimizer):
-        source = next((values[key] for key in slot.keys if key in values), slot.variable)
-        if source is not slot.variable:
-            slot.variable.assign(source.value)
+        if (value := _value_before(slot, values)) is not None:
+            slot.variable.assign(value)
+
+
+def _value_before(slot: Slot, values: Mapping[Key, Any]) -> Any:
+    """What a slot was before an optimizer was built anew, or that of the whole weight was."""
+    for key in slot.keys:
+        if key in values:
+            return None if values[key] is slot.variable else values[key].value
+    columns: Any = getattr(slot.weights[0], "_columns", None) if len(slot.weights) == 1 else None
+    before = None if columns is None else values.get((slot.kind, id(columns.whole)))
+    return None if before is None else columns.of(before.value)
 
 
 def _build_anew(optimizer: Any, weights: Sequence[Any]) -> None:

@@ -31,6 +31,7 @@ from tarantella_pp.internals.model_files import (
     load_state,
     save_state,
 )
+from tarantella_pp.internals.parted import in_parts
 from tarantella_pp.runtime.comm.buffers import give_back
 from tarantella_pp.runtime.weights.remote_variables import let_go, only_own_assigned
 from tarantella_pp.runtime.weights.value_stream import tensor_of
@@ -221,7 +222,8 @@ def layers_of_others(model: keras.Model, needed: Iterable[Any]) -> list[Any]:
     found = []
     for layer in sublayers(model):
         variables = [] if layer is model else layer.variables
-        if variables and not own.intersection(map(id, variables)) and _has_only_variables(layer):
+        parts = map(id, in_parts(variables))
+        if variables and not own.intersection(parts) and _has_only_variables(layer):
             found.append(layer)
             for variable in variables:
                 let_go(variable)

@@ -15,9 +15,11 @@ import msgspec
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, PlanError, checked_count
+from tarantella_pp.internals.optimizers import wrapped_in
 from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.models.profiler import profile as measure
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
+from tarantella_pp.partition.graph.optimizer_slots import optimizer_of
 from tarantella_pp.partition.graph.units import parse_bytes
 from tarantella_pp.partition.node_link import NamedGraph
 from tarantella_pp.partition.options import (
@@ -34,6 +36,7 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan_search import WORTHWHILE, PlanSearch, choose_plan, infeasible
 from tarantella_pp.partition.planner import LOOPS, Planner
 from tarantella_pp.partition.profile import Profile
+from tarantella_pp.runtime.weights.optimizer_probe import treats_numbers_apart
 from tarantella_pp.schedule import V_SHAPED, Schedule, ScheduleSpec, read_schedule
 
 # A GPU whose name says nothing.
@@ -148,10 +151,11 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
     levels = _levels(extracted, options)
     if isinstance(extracted, NamedGraph) or not levels:
         return _plan_of(extracted, options)
+    most = _most_of_a_layer(extracted, options)
     found: Plan | None = None
     refused: list[ConfigurationError | PlanError] = []
     operations = 0
-    for reading in map(extracted.at_level, (0, *levels)):
+    for reading in (extracted.at_level(level, most) for level in (0, *levels)):
         if len(reading.graph.nodes) == operations:
             continue
         operations = len(reading.graph.nodes)
@@ -186,6 +190,17 @@ def _levels(extracted: ExtractedModel | NamedGraph, options: PlanOptions) -> lis
         return []
     wanted = [math.ceil(math.log2(parts * stages)) for parts in PARTS]
     return [level for level in wanted if level in extracted.levels]
+
+
+def _most_of_a_layer(extracted: Any, options: PlanOptions) -> tuple[float, float] | None:
+    """The share of the operations, and of the weights, with which a layer is cut by columns."""
+    model, stages = extracted.model, options.num_stages or options.num_ranks or 1
+    known = options.optimizer or (model.optimizer if model.compiled else None)
+    is_apart = known is None or treats_numbers_apart(wrapped_in(optimizer_of(known)))
+    if options.balance == "time" or not is_apart:
+        return None
+    for_memory = options.balance == "memory" or options.memory_limit is not None
+    return 1 / stages, 1 / stages if for_memory else math.inf
 
 
 def _is_coarse(plan: Plan) -> bool:

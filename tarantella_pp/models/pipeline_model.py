@@ -12,6 +12,7 @@ import keras
 from tarantella_pp.errors import ConfigurationError, checked_count
 from tarantella_pp.internals.functional import adopt_layers, output_names, sublayers
 from tarantella_pp.internals.optimizers import with_loss_scaling
+from tarantella_pp.internals.parted import in_parts
 from tarantella_pp.internals.state import compiled_with, forget_functions
 from tarantella_pp.internals.training import compile_loss
 from tarantella_pp.models import model_validation
@@ -262,7 +263,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         """Leaves an optimizer with this rank's share of its slots; all ranks must call it."""
         if optimizer is None:
             return None
-        weights, table = self.trainable_variables, self._engine.weights.table
+        weights, table = in_parts(self.trainable_variables), self._engine.weights.table
         # By the time it publishes, `compile` has made another engine.
         return OptimizerState(optimizer, weights, table, lambda: self._engine.publish_weights())
 
@@ -273,7 +274,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
 
     def _see_flags(self, state: OptimizerState) -> None:
         """Takes in layers that were frozen or set free after `compile`, as Keras does here."""
-        if not state.serves(self.trainable_variables):
+        if not state.serves(in_parts(self.trainable_variables)):
             self._optimizer_state = self._divided(self.optimizer)
             self._renew()
 

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.internals.parted import in_parts
 from tarantella_pp.internals.training import (
     build_metrics,
     compiled_loss,
@@ -120,7 +121,8 @@ class Compilation:
         if ranks.rank == last_rank:
             self.metrics = BatchMetrics(model, extracted, boundary)
             self.loss = BatchLoss(model, extracted, boundary, kinds)
-        self.update = OptimizerStep(model.optimizer, modules, model.trainable_variables, weights)
+        order = in_parts(model.trainable_variables)
+        self.update = OptimizerStep(model.optimizer, modules, order, weights)
         # Only a step that has run shows which weights gradients reach.
         self.reach_known = False
         self._model = model

@@ -26,11 +26,11 @@ from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.data_adapter import single_batch
 from tarantella_pp.runtime.data_feed import DataFeed
 from tarantella_pp.runtime.executor import LOGS, REDUCTIONS, TIES, UPDATE, Recorder
-from tarantella_pp.runtime.probes.optimizer_probe import check_division
 from tarantella_pp.runtime.rank_stages import RankStages
 from tarantella_pp.runtime.stage.graph_functions import unoptimized
 from tarantella_pp.runtime.stage.model_outputs import pack_outputs
 from tarantella_pp.runtime.step_schedules import MemoryCheck, StepSchedules
+from tarantella_pp.runtime.weights.optimizer_probe import check_division
 from tarantella_pp.runtime.weights.rank_weights import RankWeights
 
 

@@ -16,12 +16,15 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.internals.optimizers import (
+    clips_by_norm,
     count_step,
-    looks_at_all_gradients,
     loss_scale,
+    scales_dynamically,
     summands,
-    with_global_norm,
+    with_norms,
+    wrapped_in,
 )
+from tarantella_pp.internals.parted import columns_of, whole_of, wholes
 from tarantella_pp.runtime.stage.stage_module import StageModule
 from tarantella_pp.runtime.weights.rank_weights import Bucket, RankWeights
 from tarantella_pp.runtime.weights.slices import Gradient, total, unmarked
@@ -44,7 +47,10 @@ class OptimizerStep:
     ) -> None:
         self._ranks = own.table.ranks
         self._spread = own.spread
-        self._together = self._ranks.size > 1 and looks_at_all_gradients(optimizer)
+        has_parts = any(map(columns_of, order))
+        self._clips = clips_by_norm(optimizer, has_parts)
+        several = has_parts or self._ranks.size > 1
+        self._together = several and (self._clips or scales_dynamically(optimizer))
         self._buckets = own.buckets
         self._reduction = own.make_reduction()
         self._started: set[Bucket] = set()
@@ -58,6 +64,8 @@ class OptimizerStep:
         self.optimizer = optimizer
         self._trained = np.array([own.table.trains(weight) for weight in order], bool)
         self._weights = list(itertools.compress(order, self._trained))
+        numbers = {id(whole): i for i, whole in enumerate(wholes(order))}
+        self._wholes = np.array([numbers[id(whole_of(weight))] for weight in order], np.int32)
         self._applying = False
         self._sums_of = {
             key: _compiled(functools.partial(self._local_gradients, weights))
@@ -188,14 +196,24 @@ class OptimizerStep:
     def _measured(self, sums: Any) -> tuple[list[Gradient], tf.Tensor]:
         """The gradients, and what ranks must know of each other's."""
         gradients = self._regularized(sums)
-        return gradients, summands(self.optimizer, gradients, self._weights)
+        return gradients, summands(self.optimizer, gradients, self._weights, self._clips)
 
     def _apply_gradients(self, sums: Any, totals: tf.Tensor | None = None) -> None:
         if totals is None:
             self._step(self._regularized(sums))
         else:
-            with with_global_norm(self.optimizer, totals):
+            with with_norms(self.optimizer, totals[0] == 0, self._squares(totals[1:])):
                 self._step(sums)
+
+    def _squares(self, of_each: tf.Tensor) -> tf.Tensor | None:
+        """The sums of squares by which the gradients of this rank's weights are clipped."""
+        if not self._clips:
+            return None
+        groups = self._wholes
+        if wrapped_in(self.optimizer).global_clipnorm:
+            groups = np.zeros_like(groups)
+        sums = tf.math.unsorted_segment_sum(of_each, groups, len(groups))
+        return tf.gather(sums, groups[self._trained])
 
     def _step(self, gradients: list[Gradient]) -> None:
         if any(gradient is not None for gradient in gradients):

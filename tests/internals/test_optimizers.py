@@ -91,6 +91,7 @@ def test_halves_of_a_model_make_the_step_of_the_whole(kind):
     start = [np.arange(6.0).reshape(2, 3) / 7, np.ones((4, 2))]
     whole, *halves = (SUMS[kind]() for _ in range(3))
     weights, parts = ([keras.Variable(value) for value in start] for _ in range(2))
+    clips = optimizers.clips_by_norm(whole, has_parts=False)
     whole.build(weights)
     for half, weight in zip(halves, parts, strict=True):
         half.build([weight])
@@ -103,12 +104,13 @@ def test_halves_of_a_model_make_the_step_of_the_whole(kind):
         whole.apply(gradients, weights)
         totals = tf.add_n(
             [
-                optimizers.summands(half, [gradient], [weight])
+                optimizers.summands(half, [gradient], [weight], clips)
                 for half, gradient, weight in zip(halves, gradients, parts, strict=True)
             ]
         )
+        squares = tf.reduce_sum(totals[1:], keepdims=True) if clips else None
         for half, gradient, weight in zip(halves, gradients, parts, strict=True):
-            with optimizers.with_global_norm(half, totals):
+            with optimizers.with_norms(half, totals[0] == 0, squares):
                 half.apply([gradient], [weight])
     advice = "check_finite, _clip_gradients, _accumulated_gradients"
     for half, part, weight in zip(halves, parts, weights, strict=True):

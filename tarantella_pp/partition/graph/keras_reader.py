@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,14 @@ from tarantella_pp.internals.functional import (
     sublayers,
     takes_training,
     trained_variables,
+)
+from tarantella_pp.internals.parted import (
+    bytes_of,
+    can_be_cut,
+    cut,
+    number_of_parts,
+    parts_named,
+    whole_of,
 )
 from tarantella_pp.partition.graph.calls import (
     Call,
@@ -67,7 +76,7 @@ class ExtractedModel:
     inputs_struct: Any
     outputs_struct: Any  # likewise for `graph.outputs`
     looked: Looked  # what is known of the insides of its calls
-    readings: dict[int, ExtractedModel]  # of the same model, by level
+    readings: dict[Any, ExtractedModel]  # of the same model, by level
 
     @property
     def kept_whole(self) -> dict[str, str]:
@@ -79,9 +88,10 @@ class ExtractedModel:
 
         What exceeds a level depends on what is trained, and so it may be told by names of nodes.
         """
-        steps = [name.split("/") for name in names if self.levels]
+        names = list(names)
+        steps = [name.split("/") for name in names]
         around = frozenset("/".join(s[:i]) for s in steps for i in range(1, len(s)))
-        limits = [LargestPart(but=around)] if around else []
+        limits = [LargestPart(but=around, cut=frozenset(names))] if around else []
         before = [self, *self.readings.values()]
         readings = itertools.chain(
             before, map(self._opened, limits), map(self.at_level, self.levels)
@@ -91,25 +101,34 @@ class ExtractedModel:
     @property
     def levels(self) -> range:
         """How far layers may be opened; see `at_level`."""
-        return range(1, _FINEST if any(each.opens for each in self.looked.insides.values()) else 1)
+        opens = any(each.opens for each in self.looked.insides.values())
+        cuts = any(can_be_cut(each.operation, each.arguments) for each in self.calls)
+        return range(1, _FINEST if opens or cuts else 1)
 
-    def at_level(self, level: int) -> ExtractedModel:
+    def at_level(self, level: int, most: tuple[float, float] | None = None) -> ExtractedModel:
         """Reads the model once more, with layers opened that have layers inside.
 
         Those are opened that make up more than `1 / 2 ** level` of the whole, again and again.
+        Layers with more than some share of its operations, or of its weights, are cut by columns.
         """
-        if level not in self.readings:
+        key = level if most is None or not level else (level, most)
+        if key not in self.readings:
             graph, share = self.readings[0].graph, 0.5**level
+            most_flops, most_bytes = most or (math.inf, math.inf)
+            flops = sum(node.flops for node in graph.nodes)
+            weights = sum(weight.bytes for weight in graph.weights if weight.trainable)
             limits = LargestPart(
-                share * sum(node.flops for node in graph.nodes),
-                share * sum(weight.bytes for weight in graph.weights if weight.trainable),
+                share * flops,
+                share * weights,
                 share * sum(node.residual_bytes for node in graph.nodes),
+                cut_flops=most_flops * flops,
+                cut_bytes=most_bytes * weights,
             )
-            self.readings[level] = self._opened(limits)
-        return self.readings[level]
+            self.readings[key] = self._opened(limits)
+        return self.readings[key]
 
     def _opened(self, limits: LargestPart) -> ExtractedModel:
-        return _Reader(self.model, self.looked, limits).extracted(self.readings)
+        return _Reader(self.model, self.looked, limits, self.readings).extracted()
 
 
 # More levels than any model needs.
@@ -126,7 +145,7 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
     """
     if isinstance(model, ExtractedModel):
         return model
-    readings: dict[int, ExtractedModel] = {}
+    readings: dict[Any, ExtractedModel] = {}
     network = _supported_network(model)
     try:
         build_late(model, inputs_struct(network))
@@ -136,7 +155,7 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
             "Call it on some samples first, or give all sizes that it needs in keras.Input(shape)."
         ) from error
     looked = Looked(network, assumed_size, knows_no_training=not takes_training(model))
-    readings[0] = _Reader(model, looked, None).extracted(readings)
+    readings[0] = _Reader(model, looked, None, readings).extracted()
     return readings[0]
 
 
@@ -146,17 +165,27 @@ class _Reader:
     An `env` maps `id` of the symbolic tensors of one model, in one call of it, to tensor ids.
     """
 
-    def __init__(self, model: Any, looked: Looked, limits: LargestPart | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        looked: Looked,
+        limits: LargestPart | None,
+        readings: dict[Any, ExtractedModel],
+    ) -> None:
         """A reader opens what is larger than the limits."""
         self._model, self._looked, self._limits = model, looked, limits
+        self._readings = readings
+        before = readings[0].calls if readings else ()
+        self._users = Counter(id(v) for call in before for v in call.variables)
         self._owned = {id(variable) for variable in model.variables}
         self._tensors: list[Tensor] = []  # an id is a position
         self._seen: list[SeenTensor] = []  # each as it is now: a call may have deleted its mask
         self._calls: list[Call] = []
+        self._parts: dict[int, list[Any]] = {}  # of weights that are cut, by `id`
         self._names: Counter[str] = Counter()
         self._visits: Counter[int] = Counter()  # of nodes: nested models may be called often
 
-    def extracted(self, readings: dict[int, ExtractedModel]) -> ExtractedModel:
+    def extracted(self) -> ExtractedModel:
         """Reads the model."""
         model, network = self._model, self._looked.network
         env: dict[int, int] = {}
@@ -175,7 +204,8 @@ class _Reader:
             )
         found = {id(v): v for call in self._calls for v in call.variables}
         # As in the model with nothing opened, so that files of a run know them by their places
-        order = [id(v) for v in readings[0].variables] if readings else []
+        before = self._readings[0].variables if self._readings else ()
+        order = [id(part) for v in before for part in self._parts.get(id(v), [v])]
         variables = tuple({v: found[v] for v in (*order, *found) if v in found}.values())
         graph = graph_of(
             self._tensors,
@@ -194,7 +224,7 @@ class _Reader:
             inputs_struct=inputs_struct(network),
             outputs_struct=outputs_struct(network),
             looked=self._looked,
-            readings=readings,
+            readings=self._readings,
         )
 
     def _add_tensor(self, name: str, seen: SeenTensor) -> int:
@@ -282,6 +312,8 @@ class _Reader:
         )
         by_rule = is_known_by_rule(node.operation, given)
         inside = self._look(node, given)
+        if (parts := self._parts_wanted(node, inside, path)) > 1:
+            return self._read_cut(node, parts, bindings, path)
         opened = None if self._limits is None else inside.opened(self._limits, path)
         seen = None if by_rule else inside.results()
         if opened is not None:
@@ -296,6 +328,31 @@ class _Reader:
             t = bindings[key]
             self._seen[t] = replace(self._seen[t], mask_shape=None)
         return outputs
+
+    def _parts_wanted(self, node: Any, inside: LayerInside, path: str) -> int:
+        """How many parts a layer is to be cut into."""
+        limits, layer = self._limits, node.operation
+        if limits is None or not can_be_cut(layer, node.arguments):
+            return 1
+        if limits.but:
+            return parts_named(limits.cut, path)
+        cost = inside.cost()
+        if cost is None or any(self._users[id(v)] > 1 for v in layer.variables):
+            return 1
+        share = max(cost.flops / limits.cut_flops, bytes_of(layer) / limits.cut_bytes)
+        return number_of_parts(layer, share) if share > 1 else 1
+
+    def _read_cut(
+        self, node: Any, parts: int, bindings: dict[int, int], path: str
+    ) -> tuple[int, ...]:
+        """Adds a layer as several that have some of its columns each."""
+        network = cut(node.operation, node.input_tensors[0], parts)
+        for layer in network.layers:
+            for part in layer.variables:
+                self._parts.setdefault(id(whole_of(part)), []).append(part)
+        env = {id(network.inputs[0]): bindings[id(node.input_tensors[0])]}
+        self._read(network, env, f"{path}/")
+        return (env[id(network.outputs[0])],)
 
     def _look(self, node: Any, given: dict[int, SeenTensor]) -> LayerInside:
         """Looks into a layer, once for all readings."""

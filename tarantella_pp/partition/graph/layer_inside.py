@@ -45,6 +45,10 @@ class LargestPart:
     parameters: float = math.inf  # bytes
     kept: float = math.inf  # bytes
     but: frozenset[str] = frozenset()  # names of those that are, whatever they cost
+    # Of a layer that is not cut by columns; and all names of nodes, which say what is
+    cut_flops: float = math.inf
+    cut_bytes: float = math.inf
+    cut: frozenset[str] = frozenset()
 
 
 # Which calls are to be opened: those that are larger, or these.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,8 +23,8 @@ def optimizer_state_bytes(optimizer: Any, weights: Sequence[Weight]) -> tuple[in
     """Returns the bytes of the optimizer's slots for each variable."""
     if optimizer is None:
         return tuple(2 * weight.bytes * weight.trainable for weight in weights)
-    config = keras.optimizers.serialize(_optimizer(optimizer))
-    by_path = "muon" in str(config["class_name"]).lower()  # it treats embeddings by name
+    optimizer = optimizer_of(optimizer)
+    by_path = "muon" in type(optimizer).__name__.lower()  # it treats embeddings by name
     slots_of: dict[tuple[Any, ...], list[tuple[tuple[int, ...], int]]] = {}
     result = []
     for weight in weights:
@@ -34,7 +33,7 @@ def optimizer_state_bytes(optimizer: Any, weights: Sequence[Weight]) -> tuple[in
             continue
         key = (len(weight.shape), weight.dtype, weight.name if by_path else "")
         if key not in slots_of:
-            slots_of[key] = _slots(config, weight)
+            slots_of[key] = _slots(optimizer, weight)
         result.append(sum(_size(weight, dims) * size for dims, size in slots_of[key]))
     return tuple(result)
 
@@ -43,10 +42,11 @@ def optimizer_name(optimizer: Any) -> str:
     """Returns how to call the optimizer that slots are counted for."""
     if optimizer is None:
         return "Adam (assumed)"
-    return type(_optimizer(optimizer)).__name__
+    return type(optimizer_of(optimizer)).__name__
 
 
-def _optimizer(optimizer: Any) -> Any:
+def optimizer_of(optimizer: Any) -> Any:
+    """Returns an optimizer that is given as such or by its name."""
     built = None
     with outside_stateless_scopes(), contextlib.suppress(ValueError, TypeError):
         built = keras.optimizers.get(optimizer)
@@ -57,11 +57,11 @@ def _optimizer(optimizer: Any) -> Any:
     )
 
 
-def _slots(config: dict[str, Any], weight: Weight) -> list[tuple[tuple[int, ...], int]]:
+def _slots(optimizer: Any, weight: Weight) -> list[tuple[tuple[int, ...], int]]:
     """The slots of variables of this rank: the dimensions that each has, and its item size."""
     shape = _PRIMES[: len(weight.shape)]
     with outside_stateless_scopes():
-        optimizer = keras.optimizers.deserialize(copy.deepcopy(config))
+        optimizer = type(optimizer).from_config(optimizer.get_config())
         variable = keras.Variable(keras.ops.zeros(shape, weight.dtype), dtype=weight.dtype)
         name_by_path(variable, weight.name)
         optimizer.build([variable])

@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.internals.parted import in_parts, wholes
 from tarantella_pp.internals.training import (
     compiled_loss,
     compiled_metrics,
@@ -32,15 +33,15 @@ def refuse_weights_reached(
     """
     pairs = zip(extracted.variables, extracted.graph.weights, strict=True)
     changing = {id(variable) for variable, facts in pairs if facts.stateful}
-    changing |= {id(weight) for weight in model.trainable_variables}
+    changing |= {id(weight) for weight in in_parts(model.trainable_variables)}
 
     def others(rank: int, own: Any = None) -> list[Any]:
-        return [
+        return wholes(
             row.variable
             for row in table.rows
             if id(row.variable) in changing or (row.ranks and rank not in row.ranks)
             if row.variable is not own
-        ]
+        )
 
     loss, metrics = compiled_loss(model), compiled_metrics(model)
     if loss is not None and not all(map(made_by_keras, losses_of_outputs(loss))):

@@ -3,9 +3,10 @@
 All that training changes has keys that are the same on any number of ranks. Each key is written
 by one rank, and read by those that need it::
 
-    model/3        the fourth variable of the model: weight, statistics, seed
-    optimizer/5    the sixth of the whole optimizer, as plain Keras saves it
-    metric/0       of the metrics, once a batch has made them
+    model/3         the fourth variable of the model: weight, statistics, seed
+    model/4/0:64    the first 64 columns of the fifth, which stages have in parts
+    optimizer/5     the sixth of the whole optimizer, as plain Keras saves it
+    metric/0        of the metrics, once a batch has made them
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.internals.optimizers import scales_dynamically
+from tarantella_pp.internals.parted import columns_in, columns_of, in_parts, whole_of
 from tarantella_pp.internals.state import (
     Place,
     divide,
@@ -59,8 +62,18 @@ class OptimizerState:
         self._own = list(filter(table.trains, weights))
         self._positions = {id(weight): i for i, weight in enumerate(weights)}
         self._slots: list[Place] = []
-        if communicator.size > 1:
+        # Whether it is as in one process: one rank has all weights, and none is in parts
+        self._is_plain = communicator.size == 1 and not any(map(columns_of, weights))
+        if not self._is_plain:
             self._slots = self._agreed(weights)
+        # The slots that files have, each one or the parts of one, in turn; and what these call ours
+        self._saved = _of_wholes(self._slots, [id(whole_of(weight)) for weight in weights])
+        self._keys: dict[int, str] = {}
+        for number, slots in enumerate(self._saved):
+            for slot in slots:
+                served = [columns_of(weights[place]) for place in self._slots[slot].positions]
+                only = served[0] if len(served) == 1 else None
+                self._keys[slot] = str(number) if only is None else only.key(number)
         self._numbers: dict[tuple[str, int | None], int] = {}
         for number, place in enumerate(self._slots):
             for position in place.positions or (None,):
@@ -72,8 +85,8 @@ class OptimizerState:
 
     def build(self) -> None:
         """Gives the optimizer the slots of this rank's weights, and no others."""
-        held = trained_by(self._optimizer)
-        if self._communicator.size == 1:
+        held = in_parts(trained_by(self._optimizer))
+        if self._is_plain:
             if not held and self._own:
                 self._optimizer.build(self._own)
             return
@@ -87,7 +100,7 @@ class OptimizerState:
 
     def streamed(self, stream: ValueStream) -> Any:
         """What Keras saves for the whole optimizer, slots read when it does; takes all ranks."""
-        if self._communicator.size == 1:
+        if self._is_plain:
             return self._optimizer
         self.build()
         held, ranks = self._held(), self._communicator
@@ -96,46 +109,49 @@ class OptimizerState:
             int(i): d for theirs in ranks.allgather_json(mine) for i, d in theirs.items()
         }
         read = stream.add(held.__getitem__)
-        values = {}
-        for number, place in enumerate(self._slots):
-            shape, dtype = described[number]
-            owner = ranks.world_ranks[self._source(place.positions)]
-            spec = TensorSpec(tuple(shape), dtype)
-            values[number] = functools.partial(read, owner, number, spec)
-        return self._stand_in(values)
 
-    def needed(self) -> dict[int, Any]:
-        """The slots of this rank, by their number in the whole optimizer; takes all ranks."""
+        def value_of(slots: Sequence[int]) -> Array:
+            parts = []
+            for slot in slots:
+                shape, dtype = described[slot]
+                owner = ranks.world_ranks[self._source(self._slots[slot].positions)]
+                parts.append(read(owner, slot, TensorSpec(tuple(shape), dtype)))
+            return np.concatenate(parts, -1) if parts[1:] else parts[0]
+
+        values = [functools.partial(value_of, slots) for slots in self._saved]
+        return self._stand_in(dict(enumerate(values)))
+
+    def needed(self) -> dict[str, Any]:
+        """The slots of this rank, by what files call them; takes all ranks."""
         self.build()
-        if self._communicator.size == 1:
-            return dict(enumerate(self._optimizer.variables))
-        return self._held()
+        if self._is_plain:
+            return {str(i): slot for i, slot in enumerate(self._optimizer.variables)}
+        return {self._keys[i]: slot for i, slot in self._held().items()}
 
-    def owned(self) -> dict[int, Any]:
+    def owned(self) -> dict[str, Any]:
         """As `needed`, but only the slots that this rank tells of for all."""
         if not self._table.speaks:
             return {}
         rank, needed = self._communicator.rank, self.needed()
-        if self._communicator.size == 1:
+        if self._is_plain:
             return needed
-        return {
-            i: slot for i, slot in needed.items() if self._source(self._slots[i].positions) == rank
-        }
+        sources = ((key, self._slots[i].positions) for i, key in self._keys.items())
+        own = {key for key, positions in sources if self._source(positions) == rank}
+        return {key: slot for key, slot in needed.items() if key in own}
 
     def receiver(self) -> Any:
         """An optimizer that keeps of what it loads this rank's share; takes all ranks."""
-        if self._communicator.size == 1:
+        if self._is_plain:
             return self._optimizer
         name = self._optimizer.name
         if not self._communicator.broadcast_json(self._optimizer.built, self._source([])):
-            variables = dict(enumerate(self._optimizer.variables))
+            variables = {str(i): slot for i, slot in enumerate(self._optimizer.variables)}
             return _StandIn(name, range(len(variables)), variables)
-        self.build()
-        return _StandIn(name, range(len(self._slots)), self._held())
+        return _StandIn(name, range(len(self._saved)), self.needed())
 
     def _agreed(self, weights: Sequence[Any]) -> list[Place]:
         """Divides the optimizer, in the same way on all ranks."""
-        name, held = self._optimizer.name, trained_by(self._optimizer)
+        name, held = self._optimizer.name, in_parts(trained_by(self._optimizer))
         slots: list[Place] = []
         # Before it is divided, which takes slots of other ranks away.
         all_slots = digest(self._optimizer.variables) if len(held) == len(weights) else None
@@ -193,7 +209,8 @@ class OptimizerState:
 
     def _stand_in(self, values: Mapping[int, Callable[[], Array]]) -> _StandIn:
         parts: dict[tuple[int, str], list[int]] = {}
-        for number, place in enumerate(self._slots):
+        places = [self._slots[slots[0]] for slots in self._saved]
+        for number, place in enumerate(places):
             parts.setdefault((place.part, place.part_class), []).append(number)
         wraps = scales_dynamically(self._optimizer)
         inner = [
@@ -201,10 +218,10 @@ class OptimizerState:
             for (part, name), own in parts.items()
             if part > wraps
         ]
-        name, numbers = self._optimizer.name, range(len(self._slots))
+        name, numbers = self._optimizer.name, range(len(places))
         if not wraps:
             return _StandIn(name, numbers, values, inner)
-        wrapped = [number for number in numbers if self._slots[number].part]
+        wrapped = [number for number in numbers if places[number].part]
         found = _StandIn(name, numbers, values)
         found.inner_optimizer = _StandIn("wrapped", wrapped, values, inner)
         return found
@@ -217,7 +234,7 @@ class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
         self,
         name: str,
         slots: Sequence[int],
-        share: Mapping[int, Any],
+        share: Mapping[Any, Any],
         inner: Sequence[_StandIn] = (),
     ) -> None:
         super().__init__(learning_rate=0.0, name=name)
@@ -242,8 +259,9 @@ class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
                 stacklevel=2,
             )
             return
-        for number, variable in self._share:
-            variable.assign(store[str(number)])
+        for key, variable in self._share:
+            number, _, columns = key.partition("/")
+            variable.assign(columns_in(store[number], columns))
 
 
 @dataclass(frozen=True)
@@ -276,5 +294,14 @@ def spec_of(variable: Any) -> tuple[str, tuple[int, ...]]:
     return variable_dtype(variable).name, tuple(variable.shape)
 
 
-def _keyed(kind: str, found: Mapping[int, Any]) -> dict[str, Any]:
+def _keyed(kind: str, found: Mapping[Any, Any]) -> dict[str, Any]:
     return {f"{kind}/{number}": variable for number, variable in found.items()}
+
+
+def _of_wholes(slots: Sequence[Place], wholes: Sequence[int]) -> list[list[int]]:
+    """Puts slots together that one of a whole weight is made of; these are `id`s of the weights."""
+    found: dict[Any, list[int]] = {}
+    for number, place in enumerate(slots):
+        key = tuple(wholes[position] for position in place.positions)
+        found.setdefault((place.kind, place.part, key or number), []).append(number)
+    return list(found.values())

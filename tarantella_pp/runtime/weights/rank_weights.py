@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from tarantella_pp.internals.parted import in_parts, keys_of
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.gradient_buckets import gradient_buckets, weight_replicas
 from tarantella_pp.partition.plan.plan import Plan
@@ -29,6 +30,7 @@ from tarantella_pp.runtime.weights.remote_variables import (
     StepCounter,
     initialize_deferred,
     is_stale,
+    keep_in_parts,
     keep_memory,
     make_remote,
 )
@@ -93,7 +95,7 @@ class VariableTable:
             zip(map(id, extracted.variables), zip(ranks, replicas, strict=True), strict=True)
         )
         rows = []
-        for variable in {id(v): v for v in (*extracted.variables, *others)}.values():
+        for variable in {id(v): v for v in (*extracted.variables, *in_parts(others))}.values():
             own, replica = places.get(id(variable), ((), 0))
             owner = own[0] if own else 0
             trainer = groups.world_ranks[replica][owner] if shares_out else owner
@@ -135,11 +137,13 @@ class RankWeights:
     ) -> None:
         if before is not None:
             others = before.variables
+        keep_in_parts(extracted.variables)
         self.table = table = VariableTable.of(extracted, plan, placement, groups, others)
         self.clock: StepCounter = StepCounter() if before is None else before.clock
         self.variables: tuple[Any, ...] = tuple(row.variable for row in table.rows)
         self.groups, self._pipeline, self._peers = groups, groups.pipeline, groups.peers
         self._rank = rank = groups.pipeline.rank
+        self._keys = keys_of(self.variables)
         tied = [row for row in table.rows if row.trainable and len(row.ranks) > 1]
         self.ties = TiedWeights([(row.variable, row.ranks) for row in tied], groups.pipeline)
         self._used = {i for i, row in enumerate(table.rows) if rank in row.ranks}
@@ -180,7 +184,7 @@ class RankWeights:
         # that one counts.
         everywhere = self._pipeline.allgather_json(self._stale())
         deferred = set(everywhere[0]).intersection(*everywhere[1:])
-        for i in deferred & self.needed().keys():
+        for i in deferred & self._needed():
             initialize_deferred(self.variables[i])
         self._share(everywhere, set(range(len(self.variables))) - deferred, root=0)
         for i, variable in enumerate(self.variables):
@@ -247,17 +251,19 @@ class RankWeights:
 
         return read_variable
 
-    def owned(self) -> dict[int, Any]:
-        """The variables that this rank tells of for all, by their position."""
+    def owned(self) -> dict[str, Any]:
+        """The variables that this rank tells of for all, by what files call them."""
         if self._peers.rank:
             return {}
-        rows = enumerate(self.table.rows)
-        return {i: row.variable for i, row in rows if row.owner == self._rank}
+        rows = zip(self._keys, self.table.rows, strict=True)
+        return {key: row.variable for key, row in rows if row.owner == self._rank}
 
-    def needed(self) -> dict[int, Any]:
-        """The variables that this rank must have, by their position."""
-        rows = enumerate(self.table.rows)
-        return {i: row.variable for i, row in rows if i in self._used or not row.ranks}
+    def needed(self) -> dict[str, Any]:
+        """The variables that this rank must have, by what files call them."""
+        return {self._keys[i]: self.variables[i] for i in sorted(self._needed())}
+
+    def _needed(self) -> set[int]:
+        return {i for i, row in enumerate(self.table.rows) if i in self._used or not row.ranks}
 
     def _stale(self) -> list[int]:
         return [i for i, variable in enumerate(self.variables) if is_stale(variable)]

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
-from tarantella_pp.errors import StaleWeightError
+from tarantella_pp.errors import ConfigurationError, StaleWeightError
+from tarantella_pp.internals.parted import part_variable, parts_of, whole_of
 from tarantella_pp.internals.state import (
     drop_value,
     give_value,
@@ -114,6 +115,28 @@ def initialize_deferred(variable: Any) -> None:
     give_back(variable_bytes(variable))  # three times its size, of an initializer that draws
 
 
+def keep_in_parts(variables: Iterable[Any]) -> None:
+    """Has the parts among some variables take over what the user's have of them."""
+    found: dict[int, list[Any]] = {}
+    for variable in variables:
+        found.setdefault(id(whole_of(variable)), []).append(variable)
+    for parts in found.values():
+        whole = whole_of(parts[0])
+        if [*map(id, parts_of(whole))] == [*map(id, parts)]:
+            continue
+        if parts_of(whole)[0] is not whole:
+            raise ConfigurationError(
+                f"Stages of another PipelineModel train '{whole.path}', in parts of their own. "
+                "Wrap a clone of the model, or pass the plan of that one."
+            )
+        for part in parts:
+            make_deferred(part)
+        value = None if is_stale(whole) else whole.numpy()
+        part_variable(whole, parts)
+        if value is not None:
+            whole.assign(value)
+
+
 def keep_memory(variable: Any) -> None:
     """Has a variable keep its memory, though it may be a remote one of another pipeline."""
     variable._used_here = True
@@ -133,8 +156,9 @@ def _become_remote(variable: Any) -> None:
 
 def let_go(variable: Any) -> None:
     """Drops a stale value."""
-    if isinstance(variable, _Remote) and not hasattr(variable, "_used_here"):
-        variable.drop(variable._stale or OF_WEIGHTS)
+    for part in parts_of(variable):
+        if isinstance(part, _Remote) and not hasattr(part, "_used_here"):
+            part.drop(part._stale or OF_WEIGHTS)
 
 
 def is_remote(variable: Any) -> bool:
@@ -144,13 +168,14 @@ def is_remote(variable: Any) -> bool:
 
 def is_stale(variable: Any) -> bool:
     """Whether another rank has trained a variable since this rank had its value."""
-    return isinstance(variable, _Remote) and bool(variable._stale)
+    return any(isinstance(part, _Remote) and part._stale for part in parts_of(variable))
 
 
 def check_readable(variable: Any) -> None:
     """Refuses a stale variable, unless it can be read from where its true value is."""
-    if is_stale(variable) and _reader.get() is None:
-        raise _error(variable)
+    if _reader.get() is None:
+        for part in filter(is_stale, parts_of(variable)):
+            raise _error(part)
 
 
 class _Remote(keras.Variable):  # type: ignore[misc]

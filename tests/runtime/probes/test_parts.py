@@ -8,8 +8,8 @@ from keras import layers, ops
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.probes.loss_probe import value_kinds
-from tarantella_pp.runtime.probes.optimizer_probe import check_division, treats_weights_apart
 from tarantella_pp.runtime.probes.parts import ROWS
+from tarantella_pp.runtime.weights.optimizer_probe import check_division, treats_weights_apart
 from tests.helpers.training import distance, sgd
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]

@@ -1,0 +1,144 @@
+"""Whether an optimizer treats each weight by itself, as ranks need it: found by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.internals.optimizers import (
+    delegates_of,
+    excludes,
+    is_keras_optimizer,
+    wrapped_in,
+)
+from tarantella_pp.internals.parted import parts_of
+from tarantella_pp.runtime.weights.value_stream import Array
+
+_SHAPES = ((3, 4), (5,), (4, 2))
+# Of gradients: what an optimizer clips, or does with a NaN, shows in some only
+_SCALES = ((10.0, 10.0, 10.0), (1e-6, 1e-6, 1e-6), (1e6, 10.0, 10.0), (np.nan, 10.0, 10.0))
+_STEPS = 3
+_TOLERANCE = 1e-5
+
+
+def check_division(optimizer: Any, weights: Sequence[Any], num_ranks: int) -> None:
+    """Refuses optimizers that would do something else on several ranks than on one."""
+    _check_columns(optimizer, weights)
+    if optimizer is None or num_ranks == 1:
+        return
+    delegates = delegates_of(wrapped_in(optimizer), weights)
+    for part in dict.fromkeys([optimizer, wrapped_in(optimizer), *delegates]):
+        if not is_keras_optimizer(part) and not treats_weights_apart(part):
+            raise ConfigurationError(
+                f"Optimizer {type(part).__name__} looks at several weights at once, which are on "
+                f"{num_ranks} ranks. Treat each weight by itself, or run all stages in one process."
+            )
+        if part in delegates and part.global_clipnorm:
+            raise ConfigurationError(
+                f"Optimizer {part.name} in {wrapped_in(optimizer).name} clips the gradients of "
+                f"some weights by their common norm, and they are on {num_ranks} ranks. Received: "
+                f"global_clipnorm={part.global_clipnorm} of an optimizer in a MultiOptimizer. Use "
+                "clipnorm, which clips each by itself, or run all stages in one process."
+            )
+
+
+def _check_columns(optimizer: Any, weights: Sequence[Any]) -> None:
+    """Refuses optimizers that would do something else with weights that are in parts."""
+    parted = [weight for weight in weights if parts_of(weight)[0] is not weight]
+    if not parted or optimizer is None:
+        return
+    delegates = delegates_of(wrapped_in(optimizer), parted)
+    for part in delegates or [wrapped_in(optimizer)]:
+        if (
+            not treats_numbers_apart(part)
+            or any(excludes(part, weight) for weight in parted)
+            or (part in delegates and part.clipnorm)
+        ):
+            raise ConfigurationError(
+                f"Optimizer {part.name} does not treat each number of a weight by itself, and "
+                f"stages have weight '{parted[0].path}' in parts. Received: optimizer="
+                f"{type(part).__name__}. Compile the model before you wrap it: the plan leaves all "
+                "layers whole then. Or use one such as Adam, and exclude weights by their names."
+            )
+
+
+def treats_numbers_apart(optimizer: Any) -> bool:
+    """Tries whether steps for some columns of weights, and for the others, are steps for all.
+
+    Clipping by norms is left out: ranks know those of whole weights.
+    """
+    return all(_by_columns(optimizer, scale) for scale in (10.0, 1e-6))
+
+
+def _by_columns(optimizer: Any, scale: float) -> bool:
+    rng = np.random.default_rng(0)
+    values, gradients = rng.normal(size=(3, 4)), scale * rng.normal(size=(_STEPS, 3, 4))
+    whole, *parts = (
+        _tried(
+            optimizer, [values[:, own]], [gradients[..., own]], clipnorm=None, global_clipnorm=None
+        )
+        for own in (slice(None), slice(1), slice(1, None))
+    )
+    if any(isinstance(one, Exception) for one in (whole, *parts)):
+        return False
+    left, right = parts
+    together = np.concatenate([left.reshape(3, 1), right.reshape(3, 3)], -1)
+    return np.allclose(whole.reshape(3, 4), together, _TOLERANCE, 0.0)
+
+
+def treats_weights_apart(optimizer: Any) -> bool:
+    """Tries whether steps for some weights, and steps for the others, are steps for all."""
+    return all(_treats_apart(optimizer, scales) for scales in _SCALES)
+
+
+def _treats_apart(optimizer: Any, scales: Sequence[float]) -> bool:
+    rng, places = np.random.default_rng(0), range(len(_SHAPES))
+    sizes = [*zip(_SHAPES, scales, strict=True)]
+    values = [min(1.0, scale) * rng.normal(size=shape) for shape, scale in sizes]
+    gradients = [scale * rng.normal(size=(_STEPS, *shape)) for shape, scale in sizes]
+    found = [
+        _tried(optimizer, [values[i] for i in own], [gradients[i] for i in own])
+        for own in (places, *([i] for i in places))
+    ]
+    errors = [isinstance(one, Exception) for one in found]
+    if not any(errors):
+        return np.allclose(found[0], np.concatenate(found[1:]), _TOLERANCE, 0.0, equal_nan=True)
+    if scales is not _SCALES[0]:  # gradients that it does not take: all at once, or one by itself?
+        return errors[0] == any(errors[1:])
+    error = next(one for one in found if isinstance(one, Exception))
+    raise ConfigurationError(
+        f"Optimizer {type(optimizer).__name__} cannot be tried out with other weights "
+        f"({type(error).__name__}: {error}), as it must be for several ranks. Make "
+        "`get_config` return what its __init__ takes, or run all stages in one process."
+    ) from error
+
+
+def _tried(
+    optimizer: Any, values: Sequence[Array], gradients: Sequence[Array], **options: Any
+) -> Any:
+    """What some weights become, or what a class of the user's raises."""
+    try:
+        return _trained(optimizer, values, gradients, options)
+    except Exception as error:
+        return error
+
+
+def _trained(
+    optimizer: Any,
+    values: Sequence[Array],
+    gradients: Sequence[Array],
+    options: Mapping[str, Any],
+) -> Array:
+    """What some made-up weights become that a copy of the optimizer trains."""
+    weights = [keras.Variable(value) for value in values]
+    config = optimizer.get_config()
+    copy = type(optimizer).from_config(config | {k: v for k, v in options.items() if k in config})
+    copy.build(weights)
+    for step in range(_STEPS):
+        own = (keras.ops.convert_to_tensor(g[step], weights[0].dtype) for g in gradients)
+        copy.apply_gradients(zip(own, weights, strict=True))
+    return np.concatenate([np.ravel(weight.numpy()) for weight in weights])

@@ -13,7 +13,7 @@ from tests.helpers.mpi import mpi_run
 from tests.helpers.training import distance, use_float64
 from tests.zoo.tasks import TEXTS, Scaled, Task
 
-pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
 
 
 def plain(task):

@@ -180,7 +180,7 @@ class Checkpoint(keras.callbacks.Callback):
         with self._ranks.call("Checkpoint", **options):
             pass  # the same on all ranks
         self._configs = configs_of(self._model)
-        adapter = self._adapter  # what is known of the data on the rank that reads them
+        adapter = self._adapter  # which knows the data on the rank that reads them
         data = {"contents": adapter.description, "batches": adapter.num_batches}
         data |= {"steps_per_epoch": self._steps_per_epoch, "shuffle": self._shuffle}
         data |= {} if adapter.cursor is None else adapter.cursor.facts()

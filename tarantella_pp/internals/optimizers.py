@@ -110,7 +110,7 @@ def summands(
 
 @contextlib.contextmanager
 def with_norms(optimizer: Any, all_finite: tf.Tensor, squares: tf.Tensor | None) -> Iterator[None]:
-    """Has an optimizer scale and clip some gradients by what is known of all.
+    """Has an optimizer scale and clip some gradients as one that is given all of them does.
 
     `squares` has for each of them the sum of squares that it is clipped by.
     """

@@ -24,7 +24,6 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.state import (
-    begin_with,
     drop_value,
     initializer_of,
     name_by_path,
@@ -87,7 +86,7 @@ def in_parts(variables: Iterable[Any]) -> list[Any]:
 
 
 def keys_of(variables: Iterable[Any]) -> list[str]:
-    """What files call variables: numbers, those of the user's model, and columns of parts."""
+    """What files call variables: the numbers that the user's model gives them, and columns."""
     keys: list[str] = []
     numbers: dict[int, int] = {}
     for variable in variables:
@@ -169,6 +168,7 @@ def can_be_cut(layer: Any, arguments: Any) -> bool:
         and layer.quantization_mode is None
         and not layer.lora_enabled
         and layer._remat_mode is None
+        and not layer._layers  # an activation with weights, say
         and bytes_of(layer) >= LEAST_BYTES
         and all(_is_free(variable) for variable in layer.variables)
     )
@@ -223,9 +223,8 @@ def _network(layer: Any, given: Any, parts: int) -> Any:
             part = type(layer).from_config(own)
             outputs.append(part(inputs))
             for whole, variable in zip(layer.variables, part.variables, strict=True):
-                variable._columns = Columns(whole, begin, end)
+                variable._initializer = variable._columns = Columns(whole, begin, end)
                 variable.trainable = whole.trainable
-                begin_with(variable, variable._columns)
                 name_by_path(variable, whole.path)  # by which optimizers know it
         joined = keras.layers.Concatenate(name="joined")(outputs)
         if config.get("activation", "linear") != "linear":

@@ -172,11 +172,6 @@ def initializer_of(variable: Any) -> Any:
     return variable._initializer
 
 
-def begin_with(variable: Any, initializer: Any) -> None:
-    """Has a variable without a value begin with another one."""
-    variable._initializer = initializer
-
-
 @contextlib.contextmanager
 def variables_without_values(made: list[Any]) -> Iterator[dict[int, Any]]:
     """Lets variables be made that have shapes and initializers, but no memory."""
@@ -290,7 +285,7 @@ def _build(optimizer: Any, weights: Sequence[Any], values: Mapping[Key, Any], bu
 
 
 def _value_before(slot: Slot, values: Mapping[Key, Any]) -> Any:
-    """What a slot was before an optimizer was built anew, or that of the whole weight was."""
+    """What a slot, or the slot of the whole weight, was before an optimizer was built anew."""
     for key in slot.keys:
         if key in values:
             return None if values[key] is slot.variable else values[key].value

@@ -45,7 +45,7 @@ class LargestPart:
     parameters: float = math.inf  # bytes
     kept: float = math.inf  # bytes
     but: frozenset[str] = frozenset()  # names of those that are, whatever they cost
-    # Of a layer that is not cut by columns; and all names of nodes, which say what is
+    # Of a layer that is not cut by columns; or the nodes of a plan, whose names say which are cut
     cut_flops: float = math.inf
     cut_bytes: float = math.inf
     cut: frozenset[str] = frozenset()

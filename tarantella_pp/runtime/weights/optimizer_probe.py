@@ -69,7 +69,7 @@ def _check_columns(optimizer: Any, weights: Sequence[Any]) -> None:
 def treats_numbers_apart(optimizer: Any) -> bool:
     """Tries whether steps for some columns of weights, and for the others, are steps for all.
 
-    Clipping by norms is left out: ranks know those of whole weights.
+    Clipping by norms is left out: ranks know the norms of whole weights.
     """
     return all(_by_columns(optimizer, scale) for scale in (10.0, 1e-6))
 

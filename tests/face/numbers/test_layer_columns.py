@@ -160,9 +160,12 @@ def test_a_layer_in_parts_is_one_layer_to_its_user():
     """It is frozen, set, read and called as ever; in one process, with more stages than ranks."""
     training.use_float64()
     plain, own = language_model(activation="softplus"), language_model(activation="softplus")
-    model = wrapped(own)
+    plan = tnt.make_plan(own, 2, num_micro_batches=2, batch_size=4)
+    own.get_layer("head").trainable = False  # until it is wrapped
+    model = tnt.PipelineModel(own, plan=plan)
     assert parts(model)
     for one, user in ((plain, plain), (model, own)):
+        user.get_layer("head").trainable = True
         user.get_layer("head").kernel.assign(user.get_layer("head").kernel * 0.5)
         user.get_layer("head").bias.trainable = False
         fitted(one, adam())

@@ -32,20 +32,6 @@ from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.planner import Planner
 
-PAGE = """\
-# Plans of well-known models
-
-Every model of `keras.applications`, a decoder stack like GPT-2's (tied: its head has the weights of
-the embedding) and a U-Net, planned for 2, 4 and 8 stages: the memory of the largest stage with
-Adam, a batch of 32 in 1F1B with four micro-batches a stage, all that a stage has for a moment
-included. Without a percentage the plan is proved optimal; otherwise that is how far from the best
-plan it can be at most. The NASNets and the Inception models have too many ways to be cut for all
-of them to be priced. Made by
-
-    python benchmarks/planning/applications.py --markdown docs/applications.md
-
-"""
-
 
 def two_classes(x: keras.KerasTensor) -> keras.KerasTensor:
     return layers.Conv2D(2, 1)(x)
@@ -95,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--markdown", type=Path, help="write the table to this page as well")
+    parser.add_argument("--markdown", type=Path, help="put the table into this page as well")
     args = parser.parse_args()
     known = builders()
     heads = ["model", "operations", *(f"{n} stages" for n in args.stages), "seconds"]
@@ -109,7 +95,8 @@ def main() -> None:
         keras.backend.clear_session()
         gc.collect()
     if args.markdown:
-        args.markdown.write_text(PAGE + "\n".join(lines) + "\n", encoding="utf-8")
+        text = args.markdown.read_text(encoding="utf-8").partition(lines[0])[0]
+        args.markdown.write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
     Console().print(table)
 
 

@@ -217,15 +217,13 @@ def planned_memory(row: Memory, balance: Any, kind: type[Planner] = Planner) -> 
 
 def memory_rows(table: Iterable[Memory]) -> Iterator[Cells]:
     """Yields torchgpipe's balances in our bytes."""
-    yield "model", "stages", "parameters", "published", "planned", "error", "ours", "kept alone"
+    yield "model", "stages", "published", "planned", "error", "ours"
     for row in table:
         theirs, ours = (planned_memory(row, row.balance, kind) for kind in (Unbounded, Planner))
         total, bounded = (sum(s.memory_bytes for s in p.stages) / GIB for p in (theirs, ours))
-        kept = sum(s.lasting_bytes for s in ours.stages) / GIB
-        size = sum(stage.parameter_bytes for stage in ours.stages) / 4e6
         yield (
-            row.name, str(len(row.balance)), f"{size:,.1f} M", f"{row.published:.2f}",
-            f"{total:.2f}", f"{total / row.published - 1:+.1%}", f"{bounded:.2f}", f"{kept:.2f}",
+            row.name, str(len(row.balance)), f"{row.published:.2f}",
+            f"{total:.2f}", f"{total / row.published - 1:+.1%}", f"{bounded:.2f}",
         )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def main() -> None:
         keras.backend.clear_session()
         gc.collect()
     if args.markdown:
-        text = args.markdown.read_text(encoding="utf-8").partition(lines[0])[0]
+        text = args.markdown.read_text(encoding="utf-8").partition("| model |")[0]
         args.markdown.write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
     Console().print(table)
 

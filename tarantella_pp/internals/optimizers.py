@@ -104,6 +104,8 @@ def summands(
         infinite = 1.0 - tf.cast(optimizer.check_finite(gradients), tf.float64)
     if clips:
         for place, gradient in _clipped(optimizer, gradients, weights):
+            if not wrapped_in(optimizer).global_clipnorm:
+                gradient = _values(gradient)
             squares[place] = tf.cast(keras.ops.sum(keras.ops.square(gradient)), tf.float64)
     return tf.stack([infinite, *squares])
 
@@ -122,9 +124,9 @@ def with_norms(optimizer: Any, all_finite: tf.Tensor, squares: tf.Tensor | None)
         scales = most / tf.maximum(norms, most)
         if inner.global_clipnorm:
             scales = most * tf.minimum(1 / norms, 1 / most) + (norms - norms)
-        dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-        pairs = zip(dense, tf.unstack(scales), strict=True)
-        return [None if g is None else g * tf.cast(scale, g.dtype) for g, scale in pairs]
+            gradients = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+        pairs = zip(gradients, tf.unstack(scales), strict=True)
+        return [None if g is None else _scaled(g, tf.cast(scale, g.dtype)) for g, scale in pairs]
 
     if scales_dynamically(optimizer):
         optimizer.check_finite = lambda _: all_finite
@@ -135,6 +137,18 @@ def with_norms(optimizer: Any, all_finite: tf.Tensor, squares: tf.Tensor | None)
     finally:
         vars(optimizer).pop("check_finite", None)
         vars(inner).pop("_clip_gradients", None)
+
+
+def _values(gradient: Any) -> Any:
+    """The numbers of a gradient; of slices those of each, as `tf.clip_by_norm` looks at them."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _scaled(gradient: Any, scale: tf.Tensor) -> Any:
+    scaled = _values(gradient) * scale
+    if not isinstance(gradient, tf.IndexedSlices):
+        return scaled
+    return tf.IndexedSlices(scaled, gradient.indices, gradient.dense_shape)
 
 
 def _clipped(

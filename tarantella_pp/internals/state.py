@@ -156,7 +156,8 @@ def give_value(variable: Any, value: Any) -> None:
     value = tf.cast(tf.convert_to_tensor(value), variable._dtype)
     if variable._value is None:
         variable._initializer = None
-        variable._initialize(value)
+        with _scope_of(variable):
+            variable._initialize(value)
     else:
         handle = variable._value.handle
         tf.raw_ops.AssignVariableOp(resource=handle, value=value, validate_shape=False)
@@ -164,7 +165,13 @@ def give_value(variable: Any, value: Any) -> None:
 
 def initialize(variable: Any) -> None:
     """Gives a variable that was made without a value the one that its initializer gives."""
-    variable._deferred_initialize()
+    with _scope_of(variable):
+        variable._deferred_initialize()
+
+
+def _scope_of(variable: Any) -> Any:
+    """Where a layer makes a variable, whose name says so: optimizers exclude some by it."""
+    return tf.name_scope(variable.path.removesuffix(variable.name))
 
 
 def initializer_of(variable: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,6 @@ import msgspec
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, PlanError, checked_count
-from tarantella_pp.internals.optimizers import wrapped_in
 from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.models.profiler import profile as measure
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
@@ -36,7 +35,7 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan_search import WORTHWHILE, PlanSearch, choose_plan, infeasible
 from tarantella_pp.partition.planner import LOOPS, Planner
 from tarantella_pp.partition.profile import Profile
-from tarantella_pp.runtime.weights.optimizer_probe import treats_numbers_apart
+from tarantella_pp.runtime.weights.optimizer_probe import looks_at_wholes
 from tarantella_pp.schedule import V_SHAPED, Schedule, ScheduleSpec, read_schedule
 
 # A GPU whose name says nothing.
@@ -151,11 +150,10 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
     levels = _levels(extracted, options)
     if isinstance(extracted, NamedGraph) or not levels:
         return _plan_of(extracted, options)
-    most = _most_of_a_layer(extracted, options)
     found: Plan | None = None
     refused: list[ConfigurationError | PlanError] = []
     operations = 0
-    for reading in (extracted.at_level(level, most) for level in (0, *levels)):
+    for reading in _readings(extracted, options, levels):
         if len(reading.graph.nodes) == operations:
             continue
         operations = len(reading.graph.nodes)
@@ -174,6 +172,15 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
         return msgspec.structs.replace(found, kept_whole=whole)
     reasons = f" Layers that stay whole: {'; '.join(whole)}." if whole else ""
     raise type(refused[-1])(f"{refused[-1]}{reasons}")  # of the finest reading
+
+
+def _readings(
+    extracted: ExtractedModel, options: PlanOptions, levels: Sequence[int]
+) -> Iterator[ExtractedModel]:
+    """The model with ever more layers opened, and cut by columns."""
+    yield extracted.at_level(0)
+    most = _most_of_a_layer(extracted, options)
+    yield from (extracted.at_level(level, most) for level in levels)
 
 
 # Most that a stage may have beyond its share before layers are opened, and how many times as small
@@ -196,8 +203,8 @@ def _most_of_a_layer(extracted: Any, options: PlanOptions) -> tuple[float, float
     """The share of the operations, and of the weights, with which a layer is cut by columns."""
     model, stages = extracted.model, options.num_stages or options.num_ranks or 1
     known = options.optimizer or (model.optimizer if model.compiled else None)
-    is_apart = known is None or treats_numbers_apart(wrapped_in(optimizer_of(known)))
-    if options.balance == "time" or not is_apart:
+    weights = [variable for variable in extracted.variables if variable.trainable]
+    if options.balance == "time" or (known and looks_at_wholes(optimizer_of(known), weights)):
         return None
     for_memory = options.balance == "memory" or options.memory_limit is not None
     return 1 / stages, 1 / stages if for_memory else math.inf

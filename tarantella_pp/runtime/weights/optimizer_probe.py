@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from tarantella_pp.internals.parted import parts_of
 from tarantella_pp.runtime.weights.value_stream import Array
 
 _SHAPES = ((3, 4), (5,), (4, 2))
+# Of what has columns: a bias, and a matrix large enough for what only large ones get
+_CUT_SHAPES = ((5,), (160, 130))
 # Of gradients: what an optimizer clips, or does with a NaN, shows in some only
 _SCALES = ((10.0, 10.0, 10.0), (1e-6, 1e-6, 1e-6), (1e6, 10.0, 10.0), (np.nan, 10.0, 10.0))
 _STEPS = 3
@@ -51,43 +54,52 @@ def _check_columns(optimizer: Any, weights: Sequence[Any]) -> None:
     parted = [weight for weight in weights if parts_of(weight)[0] is not weight]
     if not parted or optimizer is None:
         return
-    delegates = delegates_of(wrapped_in(optimizer), parted)
-    for part in delegates or [wrapped_in(optimizer)]:
-        if (
-            not treats_numbers_apart(part)
-            or any(excludes(part, weight) for weight in parted)
-            or (part in delegates and part.clipnorm)
-        ):
-            raise ConfigurationError(
-                f"Optimizer {part.name} does not treat each number of a weight by itself, and "
-                f"stages have weight '{parted[0].path}' in parts. Received: optimizer="
-                f"{type(part).__name__}. Compile the model before you wrap it: the plan leaves all "
-                "layers whole then. Or use one such as Adam, and exclude weights by their names."
-            )
+    if (part := looks_at_wholes(optimizer, parted)) is not None:
+        raise ConfigurationError(
+            f"Optimizer {part.name} does not treat each number of a weight by itself, and "
+            f"stages have weight '{parted[0].path}' in parts. Received: optimizer="
+            f"{type(part).__name__}. Compile the model before you wrap it: the plan leaves all "
+            "layers whole then. Or use one such as Adam, and exclude weights by their names."
+        )
 
 
-def treats_numbers_apart(optimizer: Any) -> bool:
-    """Tries whether steps for some columns of weights, and for the others, are steps for all.
+def looks_at_wholes(optimizer: Any, weights: Sequence[Any]) -> Any:
+    """The optimizer, or one in it, that trains columns of some weights in another way than all.
 
-    Clipping by norms is left out: ranks know the norms of whole weights.
+    Clipping by norms is left out where ranks know the norms of whole weights.
     """
-    return all(_by_columns(optimizer, scale) for scale in (10.0, 1e-6))
+    delegates = delegates_of(wrapped_in(optimizer), weights)
+    for part in delegates or [wrapped_in(optimizer)]:
+        clips = part in delegates and part.clipnorm
+        scales_tried = _SCALES[:1] if is_keras_optimizer(part) else _SCALES
+        tried = itertools.product(_CUT_SHAPES, scales_tried)
+        if (
+            clips
+            or any(excludes(part, w) for w in weights)
+            or not all(_by_columns(part, shape, scales) for shape, scales in tried)
+        ):
+            return part
+    return None
 
 
-def _by_columns(optimizer: Any, scale: float) -> bool:
+def _by_columns(optimizer: Any, shape: tuple[int, ...], scales: Sequence[float]) -> bool:
     rng = np.random.default_rng(0)
-    values, gradients = rng.normal(size=(3, 4)), scale * rng.normal(size=(_STEPS, 3, 4))
+    values, gradients = rng.normal(size=shape), scales[1] * rng.normal(size=(_STEPS, *shape))
+    gradients[..., 0] *= scales[0] / scales[1]
     whole, *parts = (
         _tried(
-            optimizer, [values[:, own]], [gradients[..., own]], clipnorm=None, global_clipnorm=None
+            optimizer,
+            [values[..., own]],
+            [gradients[..., own]],
+            clipnorm=None,
+            global_clipnorm=None,
         )
         for own in (slice(None), slice(1), slice(1, None))
     )
     if any(isinstance(one, Exception) for one in (whole, *parts)):
         return False
-    left, right = parts
-    together = np.concatenate([left.reshape(3, 1), right.reshape(3, 3)], -1)
-    return np.allclose(whole.reshape(3, 4), together, _TOLERANCE, 0.0)
+    together = np.concatenate([part.reshape(*shape[:-1], -1) for part in parts], -1)
+    return np.allclose(whole.reshape(shape), together, _TOLERANCE, 0.0, equal_nan=True)
 
 
 def treats_weights_apart(optimizer: Any) -> bool:

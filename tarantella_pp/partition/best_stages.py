@@ -288,10 +288,11 @@ class StageMemory:
         self._outputs = set(graph.outputs)
         self.price: Price = functools.cache(self._price)
         self._readers = [sum(1 << node for node in set(t.consumers)) for t in graph.tensors]
-        self._users = [0] * len(graph.weights)
-        for node in graph.nodes:
-            for weight in node.weights:
-                self._users[weight] |= 1 << node.id
+        self._tied = {
+            weight: sum(1 << node for node in nodes)
+            for nodes, weights in graph.ties.items()
+            for weight in weights
+        }
 
     def _price(self, begin: int, end: int, stage: int) -> tuple[float, float]:
         costs, options, last = self._costs, self._options, self._options.num_stages - 1
@@ -317,12 +318,13 @@ class StageMemory:
         self, nodes: Sequence[int], begin: int, end: int, stage: int
     ) -> dict[int, tuple[int, ...]]:
         """Returns the stages that use each variable of a stage, as if there were three."""
-        found = {}
-        for node in nodes:
-            for weight in self._costs.graph.nodes[node].weights:
-                used = self._users[weight]
-                earlier, later = used & begin, used & ~end
-                found[weight] = (*[stage - 1] * bool(earlier), stage, *[stage + 1] * bool(later))
+        graph = self._costs.graph
+        found: dict[int, tuple[int, ...]]
+        found = dict.fromkeys((w for n in nodes for w in graph.nodes[n].weights), (stage,))
+        for weight in found.keys() & self._tied:
+            used = self._tied[weight]
+            before, after = bool(used & begin), bool(used & ~end)
+            found[weight] = (*[stage - 1] * before, stage, *[stage + 1] * after)
         return found
 
     def _messages(

@@ -28,7 +28,7 @@ from tarantella_pp.partition.graph.ideals import Array, Blocks, Ideals, summed
 from tarantella_pp.partition.plan.plan_parts import TOLERANCE
 
 # How far above what it is at the least the dearest stage is looked for, one after the other.
-SLACKS = (0.0, 0.01, 0.05, 0.2, 1.0, math.inf)
+SLACKS = (0.0, 0.01, 0.03, 0.06, 0.1, 0.15, 0.22, 0.3, 0.4, 0.5, 0.7, 1.0, math.inf)
 # Relative distance from the most that can be said of a bound at which that is good enough.
 CLOSE = 1e-3
 # How often plans around the best are looked for without finding a better one, by sums and by
@@ -162,9 +162,8 @@ def cheapest(
     if found is not None and prices.price is not None:
         least, path = found
         paths = _Paths(ideals, prices, USUAL)
-        known = paths.value(path)
-        tight = known < math.inf
-        found = paths.shortest(min(known, below)) if tight else paths.growing(least, below)
+        # Prices take long: only stages that are no dearer than they must be are priced.
+        found = paths.growing(least, min(paths.value(path), below))
     return None if found is None else (found[0], paths.fewest_cut(*found))
 
 

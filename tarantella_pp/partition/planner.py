@@ -41,6 +41,8 @@ WORTHS = tuple(FLOPS_PER_BYTE * 2**k for k in range(1, 9))
 EVERYTHING = 1e12
 #: What finding stages takes besides listing what may come before a cut, in such sets of operations.
 PROBLEM_EFFORT = 1_500
+# Nodes above which pricing stages whole takes longer than all else.
+NODES_AT_ONCE = 20
 #: Samples that batch normalization gets to see, where the number of its calls is open.
 LEAST_ROWS = 4
 
@@ -57,7 +59,9 @@ class Planner:
     machine: HardwareSpec | None = None  # what computes; `None` where arithmetic alone counts
     # Stage of each node where that is given, for `balance="given"`
     assignment: tuple[int, ...] | None = None
-    _solved: dict[Hashable, Solution] = field(default_factory=dict, init=False, compare=False)
+    _solved: dict[tuple[Hashable, ...], Solution] = field(
+        default_factory=dict, init=False, compare=False
+    )
 
     @cached_property
     def work(self) -> tuple[NodeWork, ...]:
@@ -120,7 +124,9 @@ class Planner:
     @property
     def spent(self) -> float:
         """The effort of all problems that have been solved so far."""
-        return len(self._solved) * self.effort if self._solved else 0.0
+        wholes = sum(bool(weighs) for *_, weighs, _ in self._solved)
+        more = wholes * max(0.0, len(self.graph.nodes) / NODES_AT_ONCE - 1)
+        return self.effort * (len(self._solved) + more) if self._solved else 0.0
 
     def plan(self, options: Settings) -> Plan:
         """Makes the plan that is best for these options, or comes with a bound of the best."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -85,15 +85,6 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sample_axis: int | None = 0
 
 
-class BackwardFlow(NamedTuple):
-    """What comes and goes in the backward pass of a node, by tensors, views resolved."""
-
-    kept: dict[int, int]  # tensors that the node needs again, and their bytes per sample
-    made: dict[int, int]  # tensors of its outputs that have gradients, and bytes of these
-    given: dict[int, int]  # the same of its inputs
-    results: frozenset[int]  # tensors of its outputs
-
-
 class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A model as an acyclic graph of operations; pure data."""
 
@@ -135,24 +126,6 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             if len(nodes) > 1 and not any(group.issuperset(nodes) for group in self.groups):
                 shared.setdefault(tuple(nodes), []).append(w)
         return {nodes: tuple(weights) for nodes, weights in shared.items()}
-
-    @cached_property
-    def flows(self) -> tuple[BackwardFlow, ...]:
-        """What comes and goes in the backward pass of each node."""
-
-        def sizes(tensors: Iterable[int], *, gradients: bool) -> dict[int, int]:
-            found = (self.tensors[self.storage(tensor)] for tensor in tensors)
-            return {t.id: t.bytes_per_sample for t in found if t.has_gradient or not gradients}
-
-        return tuple(
-            BackwardFlow(
-                sizes(node.keeps, gradients=False),
-                sizes(node.outputs, gradients=True),
-                sizes(node.inputs, gradients=True),
-                frozenset(map(self.storage, node.outputs)),
-            )
-            for node in self.nodes
-        )
 
     def keeping(self, flops_per_byte: Sequence[float]) -> LayerGraph:
         """The same graph where each node keeps the least, and operations run again.

@@ -7,6 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from tarantella_pp.partition.graph.ideals import Array
 from tarantella_pp.partition.graph.layer_graph import LOOKUPS, LayerGraph, Node, Weight
 from tarantella_pp.partition.graph.units import item_bytes, wire_bytes
 from tarantella_pp.partition.plan.plan_parts import CutEdge, OutputUse, PlanConfig
@@ -62,40 +66,73 @@ def output_bytes(
     return OutputBytes(max(0, held), loss, micro_batches * size, held + whole)
 
 
-def backward_bytes(
-    graph: LayerGraph, nodes: Sequence[Node], rows: int, recomputing: Sequence[Node] = ()
-) -> int:
+class BackwardPass:
     """Plays the backward pass of a stage for one micro-batch, operation by operation.
 
     The gradient of a tensor is there from when the last of its readers runs backward until its
     producer has, the gradient of a weight until it is added to its sum. Kept activations
-    go with the last operation that needs them. `recomputing` are the same nodes, with what they
-    keep: the rest is made when the first operation needs it, with all that leads there.
+    go with the last operation that needs them.
     """
-    flows = [graph.flows[node.id] for node in nodes]
-    users = Counter(tensor for flow in flows for tensor in flow.kept)
-    missing = _Missing(graph, nodes, recomputing) if recomputing else None
-    gradients: set[int] = set()
-    now = most = 0.0
-    for node, (kept, made, given, outputs) in zip(reversed(nodes), reversed(flows), strict=True):
-        if missing is not None:
-            now += rows * missing.made_for(node)
-        now += rows * sum(size for tensor, size in made.items() if tensor not in gradients)
-        gradients.update(made)
-        inside = rows * node.residual_bytes
-        results = freed = 0
-        for tensor, size in kept.items():
-            users[tensor] -= 1
-            if not users[tensor]:
-                freed += size
-                # The gradient of an activation function is written over its result.
-                results += size * (tensor in outputs)
-        now -= rows * results
-        now += rows * sum(size for tensor, size in given.items() if tensor not in gradients)
-        gradients.update(given)
-        most = max(most, now + node.parameters * bool(made) + inside * INSIDE)
-        now -= rows * (sum(made.values()) + freed - results) + inside
-    return math.ceil(most)
+
+    def __init__(self, graph: LayerGraph) -> None:
+        self._graph = graph
+        nodes = graph.nodes
+        made = self._flows([node.outputs for node in nodes], gradients=True)
+        given = self._flows([node.inputs for node in nodes], gradients=True)
+        kept = self._flows([node.keeps for node in nodes], gradients=False)
+        outputs = [set(map(graph.storage, node.outputs)) for node in nodes]
+        # Tensor, node, bytes, and whether the node makes it: of each tensor the first comes first.
+        comes = [(*one, 1) for one in made] + [(*one, 0) for one in given]
+        comes.sort(key=lambda one: (one[0], -one[1], -one[3]))
+        goes = sorted((*one, int(one[0] in outputs[one[1]])) for one in kept)
+        ends = sorted((*one, 1) for one in made)
+        self._comes, self._goes, self._ends = (
+            np.array(all_, int).reshape(-1, 4) for all_ in (comes, goes, ends)
+        )
+        makers = {node for _, node, _ in made}
+        self._weights = np.array([node.parameters * (node.id in makers) for node in nodes])
+        self._inside = np.array([node.residual_bytes for node in nodes])
+
+    def _flows(
+        self, tensors: Iterable[Sequence[int]], *, gradients: bool
+    ) -> list[tuple[int, int, int]]:
+        graph = self._graph
+        found = [
+            (graph.tensors[tensor], node)
+            for node, own in enumerate(tensors)
+            for tensor in dict.fromkeys(map(graph.storage, own))
+        ]
+        return [(t.id, n, t.bytes_per_sample) for t, n in found if t.has_gradient or not gradients]
+
+    def bytes(self, nodes: Sequence[int], rows: int, recomputing: Sequence[Node] = ()) -> int:
+        """Returns the most that is there at a time.
+
+        `recomputing` are the same nodes, with what they keep: the rest is made when the first
+        operation needs it, with all that leads there.
+        """
+        count, order = len(self._graph.nodes), np.array(nodes)[::-1]
+        there = np.zeros(count, bool)
+        there[order] = True
+
+        def firsts(entries: npt.NDArray[np.int_]) -> list[Array]:
+            """Returns what the first entries of all tensors add up to: of others, of makers."""
+            own = entries[there[entries[:, 1]]]
+            own = own[np.append(True, own[1:, 0] != own[:-1, 0])[: len(own)]]
+            parts = [own[own[:, 3] == flag] for flag in (0, 1)]
+            return [np.bincount(one[:, 1], one[:, 2], count)[order] for one in parts]
+
+        # The gradient of an activation function is written over its result.
+        freed, results = firsts(self._goes)
+        more = rows * (sum(firsts(self._comes)) - results)
+        if recomputing:
+            usual = [self._graph.nodes[node] for node in nodes]
+            missing = _Missing(self._graph, usual, recomputing)
+            more = more + [rows * missing.made_for(node) for node in reversed(usual)]
+        inside = rows * self._inside[order]
+        gone = rows * (sum(firsts(self._ends)) + freed) + inside
+        before = np.concatenate([[0.0], np.cumsum(more - gone)[:-1]])
+        most = (before + more + self._weights[order] + INSIDE * inside).max()
+        return math.ceil(max(0.0, float(most)))
 
 
 class _Missing:

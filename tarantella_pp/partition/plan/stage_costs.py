@@ -25,9 +25,9 @@ from tarantella_pp.partition.plan.hardware_spec import (
     roofline_seconds,
 )
 from tarantella_pp.partition.plan.peak_memory import (
+    BackwardPass,
     OutputBytes,
     Users,
-    backward_bytes,
     message_bytes,
     output_bytes,
     reduction_bytes,
@@ -75,6 +75,10 @@ class StageCostModel:
         """The graph, with what its nodes keep of stages that do."""
         worth = self.config.recompute_worth or [math.inf] * len(self.graph.nodes)
         return self.graph.keeping(worth)
+
+    @cached_property
+    def _backward(self) -> BackwardPass:
+        return BackwardPass(self.keeping)
 
     @cached_property
     def reduced(self) -> tuple[Sequence[float], Sequence[float]]:
@@ -173,7 +177,7 @@ class StageCostModel:
         received, sent, returned = message_bytes(
             cuts, stage, in_flight, names, self.config.sent, window
         )
-        backward = backward_bytes(self.keeping, [self.keeping.nodes[i] for i in ids], rows)
+        backward = self._backward.bytes(ids, rows)
         again, share = 0, 0.0
         repeated = max(0, whole - size)
         if repeats is not None:
@@ -237,25 +241,38 @@ class StageCostModel:
         again = [self.repeating.nodes[node.id] for node in nodes]
         # What runs again for later operations is there for its own gradient, too: nothing of it is
         # made a third time.
-        more = backward_bytes(self.graph, nodes, self.rows, again)
+        more = BackwardPass(self.graph).bytes([node.id for node in nodes], self.rows, again)
         times = [node.flops if self.seconds is None else self.seconds[node.id][0] for node in again]
         parts = [seconds * node.repeated for seconds, node in zip(times, again, strict=True)]
         share = min(1.0, sum(parts) / sum(times)) if sum(times) else 1.0
         return max(0, more - backward), share
 
+    @cached_property
+    def _storage(self) -> list[int]:
+        return [self.graph.storage(tensor.id) for tensor in self.graph.tensors]
+
+    @cached_property
+    def _touched(self) -> tuple[list[set[int]], ...]:
+        """The tensors that each node makes and reads, and storage that it reads and keeps."""
+        nodes, storage = self.graph.nodes, self._storage
+        return (
+            [set(node.outputs) for node in nodes],
+            [set(node.inputs) for node in nodes],
+            [{storage[tensor] for tensor in node.inputs} for node in nodes],
+            [{storage[tensor] for tensor in node.keeps} for node in nodes],
+        )
+
     def _kept(self, ids: Sequence[int], *, again: bool) -> tuple[set[int], int, int]:
         """Returns the tensors kept of a micro-batch, their bytes, and those without recomputing."""
-        graph, nodes = self.graph, [self.graph.nodes[i] for i in ids]
-        made = {tensor for node in nodes for tensor in node.outputs}
-        given = {tensor for node in nodes for tensor in node.inputs} - made
-        inputs = {graph.storage(tensor) for tensor in given}
-        used = {graph.storage(tensor) for node in nodes for tensor in node.inputs}
-        read = {graph.storage(tensor) for node in nodes for tensor in node.keeps}
+        graph = self.graph
+        made, given, used, read = (_union(sets, ids) for sets in self._touched)
+        given -= made
+        inputs = {self._storage[tensor] for tensor in given}
 
         def of(keeping: LayerGraph) -> tuple[set[int], int]:
             """Other stages keep what this one hands on; it cannot make its inputs again."""
             own = [keeping.nodes[i] for i in ids]
-            kept = {graph.storage(tensor) for node in own for tensor in node.keeps}
+            kept = {self._storage[tensor] for node in own for tensor in node.keeps}
             kept = (kept & (used | read)) | (read & inputs)
             inside = math.ceil(self.rows * sum(node.residual_bytes for node in own))
             return kept, inside
@@ -270,6 +287,10 @@ class StageCostModel:
         received = (graph.tensors[t] for t in given)
         masks = sum(self.mask_bytes(one) for one in received if one.producer is not None)
         return kept | inputs, size(kept | inputs, inside) + masks, size(*usual)
+
+
+def _union(sets: Sequence[set[int]], ids: Sequence[int]) -> set[int]:
+    return set[int]().union(*[sets[i] for i in ids])
 
 
 # What grows with batches and messages.

@@ -9,7 +9,7 @@ from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.graph.units import wire_bytes
 from tarantella_pp.partition.plan.peak_memory import (
-    backward_bytes,
+    BackwardPass,
     message_bytes,
     reduction_bytes,
     update_bytes,
@@ -40,7 +40,7 @@ def dense(activation=None):
 
 
 def played(graph, rows=10):
-    return backward_bytes(graph, graph.nodes, rows)
+    return BackwardPass(graph).bytes(range(len(graph.nodes)), rows)
 
 
 def test_gradients_are_there_from_their_readers_to_their_producers():
@@ -60,11 +60,10 @@ def test_gradients_are_there_from_their_readers_to_their_producers():
 def test_gradients_wait_for_other_branches_and_frozen_layers_have_none():
     graph = extract(models.one_skip()).graph
     of_sum, branch, skip = 3 * [1000 * 6 * 4]
-    assert backward_bytes(graph, graph.nodes, 1000) == of_sum + branch + skip
-    weights = (6 * 6 + 6) * 4
-    assert backward_bytes(graph, graph.nodes[:-1], 1000) == branch + weights
-    graph = READ["frozen_start"]
-    assert backward_bytes(graph, graph.nodes[:2], 5) == 0
+    assert played(graph, 1000) == of_sum + branch + skip
+    weights, but_sum = (6 * 6 + 6) * 4, range(len(graph.nodes) - 1)
+    assert BackwardPass(graph).bytes(but_sum, 1000) == branch + weights
+    assert BackwardPass(READ["frozen_start"]).bytes(range(2), 5) == 0
 
 
 @pytest.mark.parametrize(("count", "copies"), [(3, 3), (5, 5), (9, 5)])
@@ -89,7 +88,7 @@ def test_the_update_counts_where_it_needs_more_than_activations():
     assert stage.activation_bytes_total == 4 * 2 * 16 * 4
     assert stage.working_bytes == 4 * KERNEL - stage.activation_bytes_total
     (busy,) = costs.stages([0] * 4, [100])
-    assert busy.working_bytes == backward_bytes(graph, graph.nodes, 2)
+    assert busy.working_bytes == played(graph, 2)
 
 
 def cut(source, *targets, name="x", size=100, **more):

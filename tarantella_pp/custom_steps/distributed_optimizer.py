@@ -50,8 +50,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
         what all ranks have made. Still an instance of its class, and saved as such.
 
     Raises:
-        ConfigurationError: Another `op`, or no Keras optimizer. Later, of `apply`: within a
-            `tf.function`, or if not all ranks call it with the same variables.
+        ConfigurationError: Another `op`, or no Keras optimizer. Later, if another optimizer wraps
+            it; of `apply`, in a `tf.function` or with other variables on other ranks.
 
     Example::
 
@@ -101,12 +101,19 @@ class _Distributed:
     _has_averaged = False
     _trainable_variables: Any
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loss_scale_factor" and value is None:  # Keras' wrappers take it away
+            raise ConfigurationError(
+                "A DistributedOptimizer in another optimizer, such as compile() makes for "
+                "mixed_float16, averages too late: only some ranks would skip a step. Wrap the "
+                "outer one: tnt.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(...))."
+            )
+        super().__setattr__(name, value)
+
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Averages gradients over all ranks and applies them; takes all ranks."""
         if not self._has_averaged:
-            known = (
-                self._trainable_variables if trainable_variables is None else trainable_variables
-            )
+            known = trainable_variables or self._trainable_variables
             grads = self._averaged(list(grads), list(known))
         super().apply(grads, trainable_variables)  # type: ignore[misc]
 

@@ -128,6 +128,8 @@ def test_it_stays_what_it_was() -> None:
         tf.function(lambda: optimizer.apply([tf.ones(2)], [weight]), autograph=False)()
     with pytest.raises(ConfigurationError, match="already"):
         tnt.DistributedOptimizer(optimizer)
+    with pytest.raises(ConfigurationError, match="only some ranks would skip"):
+        keras.optimizers.LossScaleOptimizer(optimizer)
     with pytest.raises(ConfigurationError, match="optimizer='adam'"):
         tnt.DistributedOptimizer("adam")
     with pytest.raises(ConfigurationError, match="op='max'"):

@@ -31,7 +31,7 @@ def delegates_of(optimizer: Any, weights: Sequence[Any]) -> list[Any]:
 def excludes(optimizer: Any, weight: Any) -> bool:
     """Whether a weight was given to `exclude_from_weight_decay` itself, not by its name."""
     excluded = getattr(optimizer, "_exclude_from_weight_decay", ())
-    return weight._value is not None and weight._value._unique_id in excluded
+    return getattr(weight._value, "_unique_id", weight.path) in excluded
 
 
 def scales_dynamically(optimizer: Any) -> bool:

@@ -124,7 +124,9 @@ class _Parted(keras.Variable):  # type: ignore[misc]
         """The value, put together for whoever asks."""
         if in_stateless_scope():  # which may have another one
             return super().value
-        return tf.concat([part.value for part in self._parts], -1)
+        value = tf.concat([part.value for part in self._parts], -1)
+        value._unique_id = getattr(self._value, "_unique_id", self.path)  # for optimizers
+        return value
 
     @property
     def handle(self) -> Any:
@@ -210,8 +212,7 @@ _CUT: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary
 
 def _network(layer: Any, given: Any, parts: int) -> Any:
     columns, config = _COLUMNS[type(layer)], layer.get_config()
-    total = config[columns]
-    ends = [total * i // parts for i in range(parts + 1)]
+    ends = [config[columns] * i // parts for i in range(parts + 1)]
     simple = {name: "zeros" for name in config if name.endswith("_initializer")}
     simple |= {"activation": "linear"} if "activation" in config else {}
     made: list[Any] = []
@@ -228,6 +229,5 @@ def _network(layer: Any, given: Any, parts: int) -> Any:
                 name_by_path(variable, whole.path)  # by which optimizers know it
         joined = keras.layers.Concatenate(name="joined")(outputs)
         if config.get("activation", "linear") != "linear":
-            activation = keras.layers.Activation(layer.activation, name="activation")
-            joined = activation(joined)
+            joined = keras.layers.Activation(layer.activation, name="activation")(joined)
         return keras.Model(inputs, joined, name=layer.name)

@@ -195,14 +195,14 @@ def test_what_would_train_parts_otherwise_is_refused():
     """Optimizers that look at whole weights, and whoever else would train the whole ones."""
     training.use_float64()
     own = language_model()
-    kernel = own.get_layer("head").kernel
-    excluding, several = adam(), keras.optimizers.OptimizerMap(adam(), {})
+    optimizers, kernel = keras.optimizers, own.get_layer("head").kernel
+    several, clipping = (optimizers.OptimizerMap(adam(clipnorm=c), {}) for c in (None, 1.0))
+    excluding, later = adam(), adam()
     excluding.exclude_from_weight_decay([kernel])
     model = wrapped(own)
-    clipping = keras.optimizers.OptimizerMap(adam(clipnorm=1.0), {})
-    optimizers = keras.optimizers
+    later.exclude_from_weight_decay([kernel])
     looking = [
-        optimizers.Lamb(), optimizers.Adafactor(), OfEachColumn(), excluding,
+        later, optimizers.Lamb(), optimizers.Adafactor(), OfEachColumn(), excluding,
         optimizers.MultiOptimizer(clipping),
     ]  # fmt: skip
     for optimizer in looking:
@@ -216,7 +216,7 @@ def test_what_would_train_parts_otherwise_is_refused():
     # Known beforehand, such an optimizer leaves layers whole
     plain, own = language_model(), language_model()
     model = wrapped(compiled(own, optimizers.Lamb()))
-    plans = [tnt.make_plan(plain, 2, batch_size=4, optimizer=each) for each in looking[2:]]
+    plans = [tnt.make_plan(plain, 2, batch_size=4, optimizer=each) for each in looking[3:]]
     assert not parts(model)
     assert not any("of" in name for plan in plans for name in plan.node_names)
     model.fit(X, Y, 4, verbose=0, shuffle=False)

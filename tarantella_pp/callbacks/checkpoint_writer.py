@@ -231,9 +231,7 @@ def _value(given: Any, *, copy: bool = True) -> np.ndarray[Any, Any]:
     return buffer_of(given)  # TensorFlow copies it when the next step changes the variable
 
 
-def _gathered(
-    parts: Sequence[list[Any]],
-) -> tuple[tuple[SavedFile, ...], dict[str, SavedTensor]]:
+def _gathered(parts: Sequence[list[Any]]) -> tuple[tuple[SavedFile, ...], dict[str, SavedTensor]]:
     files: list[SavedFile] = []
     tensors: dict[str, SavedTensor] = {}
     for name, size, sha256, rank, stages, found in filter(None, parts):

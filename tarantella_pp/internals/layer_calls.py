@@ -65,10 +65,7 @@ class GlueScope(keras.StatelessScope):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        read: Callable[[Any], Any],
-        write: Callable[[Any], None],
-        add: Callable[[Any], None],
+        self, read: Callable[[Any], Any], write: Callable[[Any], None], add: Callable[[Any], None]
     ) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         self._read, self._write, self._add = read, write, add

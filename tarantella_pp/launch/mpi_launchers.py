@@ -75,10 +75,7 @@ class Launcher(abc.ABC):
 
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
         """Returns what the launcher itself needs in its environment."""
-        return {
-            RANK_VARIABLE: self.rank_variable,
-            LOCAL_RANK_VARIABLE: self.local_rank_variable,
-        }
+        return {RANK_VARIABLE: self.rank_variable, LOCAL_RANK_VARIABLE: self.local_rank_variable}
 
     def shell(self, environ: Mapping[str, str]) -> list[str]:
         """Returns what reaches other hosts in its environment; nothing if no shell does."""

@@ -127,9 +127,7 @@ def save_model(
 
 
 def model_from_config(
-    config: Mapping[str, Any],
-    custom_objects: Mapping[str, Any] | None = None,
-    **options: Any,
+    config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None, **options: Any
 ) -> Any:
     """Makes a distributed model of a configuration, with new weights; all ranks must call it.
 

@@ -179,10 +179,7 @@ def _open(given: GivenData | None, engine: Any) -> tuple[DataAdapter | None, Arr
 
 
 def _fed(
-    engine: Any,
-    adapter: DataAdapter | None,
-    arrays: ArrayRows | None,
-    facts: Sequence[DataFacts],
+    engine: Any, adapter: DataAdapter | None, arrays: ArrayRows | None, facts: Sequence[DataFacts]
 ) -> FeedAdapter | None:
     """What feeds a loop of Keras, once it is known what all ranks have."""
     reads = engine.communicator.rank == READER

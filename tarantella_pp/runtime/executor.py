@@ -43,10 +43,7 @@ class Executor:
     """Interprets a schedule's actions on the stages of one rank."""
 
     def __init__(
-        self,
-        stages: Mapping[int, Stage],
-        messages: StageMessages,
-        recorder: Recorder,
+        self, stages: Mapping[int, Stage], messages: StageMessages, recorder: Recorder
     ) -> None:
         self.recorder = recorder
         self._stages = stages

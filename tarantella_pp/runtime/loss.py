@@ -135,10 +135,7 @@ class BatchLoss:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
             value = loss(y, self._pack(results), None if of_samples else weights)
-        values = [
-            tf.cast(value, keras.config.floatx()),
-            *(self._each if self._tracks_each else ()),
-        ]
+        values = [tf.cast(value, keras.config.floatx()), *(self._each if self._tracks_each else ())]
         if not differentiate:
             return values
         seed = None if scale is None else tf.fill(tf.shape(value), tf.cast(scale, value.dtype))

@@ -36,11 +36,7 @@ class RankStages(dict[int, Stage]):
     """This rank's stages, by their numbers."""
 
     def __init__(
-        self,
-        extracted: ExtractedModel,
-        plan: Plan,
-        placement: Sequence[int],
-        groups: ProcessGroups,
+        self, extracted: ExtractedModel, plan: Plan, placement: Sequence[int], groups: ProcessGroups
     ) -> None:
         super().__init__()
         graph, ranks = extracted.graph, groups.pipeline

@@ -91,11 +91,7 @@ class MemoryCheck:
     """Holds a plan against the batches that are trained."""
 
     def __init__(
-        self,
-        plan: Plan,
-        extracted: ExtractedModel,
-        schedules: StepSchedules,
-        groups: ProcessGroups,
+        self, plan: Plan, extracted: ExtractedModel, schedules: StepSchedules, groups: ProcessGroups
     ) -> None:
         # The plan with the figures of the largest batch so far.
         self.largest: Plan | None = None

@@ -24,11 +24,7 @@ Awaited: TypeAlias = "Sequence[RecvRequest | CollectiveRequest[Any]]"
 # The steps of a collective: each returns what has to be here before the next.
 Steps: TypeAlias = Generator[Awaited, None, _Result]
 
-_OPERATIONS: dict[str, Callable[..., Array]] = {
-    "sum": np.add,
-    "max": np.maximum,
-    "min": np.minimum,
-}
+_OPERATIONS: dict[str, Callable[..., Array]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 # Up to this many bytes of all ranks together, each sends all it has to all others: more bytes, but
 # one message to wait for instead of two.
 LARGEST_IN_ONE_ROUND = 256 << 10
@@ -166,11 +162,7 @@ def reduce_scatter(
 
 
 def allgather(
-    channel: Channel,
-    arrays: Sequence[Array],
-    rows: Sequence[int] | None,
-    tag: int,
-    label: str,
+    channel: Channel, arrays: Sequence[Array], rows: Sequence[int] | None, tag: int, label: str
 ) -> Steps[list[Array]]:
     """The steps of a gathering of the rows of all ranks."""
     counts = [len(arrays[0])] * channel.size if rows is None else list(rows)
@@ -253,11 +245,7 @@ def _combine(parts: Sequence[Array], combine: Callable[..., Array], out: Array) 
 
 
 def _spread(
-    channel: Channel,
-    outs: Sequence[Array],
-    segments: Sequence[Segments],
-    tag: int,
-    label: str,
+    channel: Channel, outs: Sequence[Array], segments: Sequence[Segments], tag: int, label: str
 ) -> Steps[None]:
     """Every rank gets the segments of all ranks, into where they belong."""
 

@@ -143,12 +143,7 @@ class RecvRequest:
 
     def wait(self) -> list[NDArray[Any]]:
         """Waits for the message."""
-        self._channel.waiter.until(
-            self.ready,
-            self.__str__,
-            (self.world_rank,),
-            check=self.check,
-        )
+        self._channel.waiter.until(self.ready, self.__str__, (self.world_rank,), check=self.check)
         return self._arrays
 
     def check(self) -> None:

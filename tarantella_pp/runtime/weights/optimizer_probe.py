@@ -140,10 +140,7 @@ def _tried(
 
 
 def _trained(
-    optimizer: Any,
-    values: Sequence[Array],
-    gradients: Sequence[Array],
-    options: Mapping[str, Any],
+    optimizer: Any, values: Sequence[Array], gradients: Sequence[Array], options: Mapping[str, Any]
 ) -> Array:
     """What some made-up weights become that a copy of the optimizer trains."""
     weights = [keras.Variable(value) for value in values]

@@ -22,7 +22,8 @@ from tarantella_pp.partition.graph.units import (
     percent,
 )
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machine_of
-from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint, StepTimeline
+from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint
+from tarantella_pp.schedule import StepTimeline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -104,17 +104,14 @@ class Mpich(Launcher):
         return [self.executable, "-n", str(job.num_ranks), *options, *job.options, *job.command]
 
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
-        ours, given = super().environment(directory), os.environ
-        kind = given.get("HYDRA_LAUNCHER", "ssh")
+        ours = super().environment(directory)
+        shell = shlex.split(remote_shell) if remote_shell else self.shell(os.environ)
+        if not shell:
+            return ours
+        own, *options = shell
         if remote_shell:
-            own, *options = shlex.split(remote_shell)
             ours["HYDRA_LAUNCHER"] = "ssh"
             ours["HYDRA_LAUNCHER_EXEC"] = shutil.which(own) or own
-        elif kind in ("ssh", "rsh"):
-            own = given.get("HYDRA_LAUNCHER_EXEC") or kind
-            options = given.get("HYDRA_LAUNCHER_EXTRA_ARGS", "").split()
-        else:
-            return ours
         return {**ours, "HYDRA_LAUNCHER_EXTRA_ARGS": " ".join([*options, *_options_of(own)])}
 
     def shell(self, environ: Mapping[str, str]) -> list[str]:

@@ -18,9 +18,9 @@ import psutil
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# In which MPICH and Open MPI share memory between the ranks of a host.
 # After which no rank can be about to read a file of Hydra, which it does as it starts.
 _STALE_SECONDS = 60.0
+# In which MPICH and Open MPI share memory between the ranks of a host.
 _SHARED_MEMORY = re.compile(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+")  # noqa: S108
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from tarantella_pp.errors import ScheduleError, checked_count
 from tarantella_pp.schedule.actions import Compute, Kind
-from tarantella_pp.schedule.list_scheduling import Orders, fill_gaps, merge
+from tarantella_pp.schedule.list_scheduling import GapFiller, Orders, merge
 from tarantella_pp.schedule.schedule import Schedule, checked_placement
 
 # Two stages on each rank: down the ranks and up again.
@@ -240,7 +240,9 @@ def v_blocks(name: str, num_ranks: int, num_micro_batches: int) -> Orders:
                 slots.append((forward + 6 * i, Compute(stage, "F", i)))
                 slots.append((backward + 6 * i, Compute(stage, "B", i)))
         orders.append([action for _, action in sorted(slots)])
-    return fill_gaps(orders, limits, _folded(2 * num_ranks), num_micro_batches)
+    player = GapFiller(orders, limits, _folded(2 * num_ranks), num_micro_batches)
+    player.play()
+    return player.orders()
 
 
 _STAGE_ORDERS: dict[str, Callable[[int, int, int], list[Compute]]] = {

@@ -125,7 +125,7 @@ def merge(
     return min(players, key=ListScheduler.play).orders()
 
 
-class _GapFiller(ListScheduler):
+class GapFiller(ListScheduler):
     """Plays ranks with F and B in order; W fills gaps, and makes room for F within limits."""
 
     def __init__(
@@ -155,15 +155,3 @@ class _GapFiller(ListScheduler):
             return None
         self._room[late[0].stage] += 1
         return late.pop(0)
-
-
-def fill_gaps(
-    orders: Sequence[Sequence[Compute]],
-    limits: Sequence[int],
-    placement: Sequence[int],
-    num_micro_batches: int,
-) -> Orders:
-    """Adds W to the F and B of each rank; no stage holds more micro-batches than its limit."""
-    player = _GapFiller(orders, limits, placement, num_micro_batches)
-    player.play()
-    return player.orders()

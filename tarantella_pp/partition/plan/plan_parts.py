@@ -237,8 +237,16 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
         return send_window(self.schedule, self.num_stages, self.num_ranks)
 
     def world_rank(self, replica: int, position: int) -> int:
-        """Returns the rank in the job of a position in a replica."""
-        return rank_in_job(replica, position, self.num_replicas, self.num_ranks, self.placement)
+        """Returns the rank in the job of a position in a replica.
+
+        Two replicas of three ranks::
+
+            pipelines-together     replica 0: 0 1 2     replicas-together     replica 0: 0 2 4
+                                   replica 1: 3 4 5                           replica 1: 1 3 5
+        """
+        if self.placement == "pipelines-together":
+            return replica * self.num_ranks + position
+        return position * self.num_replicas + replica
 
     @property
     def limits(self) -> tuple[int, ...] | None:
@@ -255,18 +263,3 @@ def ascends(stages: Sequence[int], num_stages: int) -> bool:
 def common_limit(limits: Sequence[int]) -> int | None:
     """Returns the memory limit of all stages, `None` where they have different ones."""
     return limits[0] if len(set(limits)) == 1 else None
-
-
-def rank_in_job(
-    replica: int, position: int, num_replicas: int, num_ranks: int, placement: str
-) -> int:
-    """Returns the rank in the job of a position in a replica.
-
-    Two replicas of three ranks::
-
-        pipelines-together     replica 0: 0 1 2     replicas-together     replica 0: 0 2 4
-                               replica 1: 3 4 5                           replica 1: 1 3 5
-    """
-    if placement == "pipelines-together":
-        return replica * num_ranks + position
-    return position * num_replicas + replica

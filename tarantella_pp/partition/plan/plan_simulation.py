@@ -20,8 +20,7 @@ from tarantella_pp.schedule.generators import V_SHAPED
 from tarantella_pp.schedule.lowering import lower
 from tarantella_pp.schedule.schedule import HeldAgain, Schedule
 from tarantella_pp.schedule.schedule_search import repeat_in_bubbles, search_schedule
-from tarantella_pp.schedule.simulator import Costs, LinkCosts, StageCosts, simulate
-from tarantella_pp.schedule.simulator import StepTimeline as StepTimeline
+from tarantella_pp.schedule.simulator import Costs, LinkCosts, StageCosts, StepTimeline, simulate
 from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec
 
 # Where the scaling curve ends.

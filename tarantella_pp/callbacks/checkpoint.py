@@ -26,15 +26,7 @@ from tarantella_pp.callbacks.checkpoint_reader import RestoredState, newest_whol
 from tarantella_pp.callbacks.checkpoint_writer import CheckpointWriter
 from tarantella_pp.callbacks.run_facts import configs_of, facts_of, refuse_others
 from tarantella_pp.errors import ConfigurationError, checked_count
-from tarantella_pp.internals.data import (
-    EpochStart,
-    has_stopped,
-    remembers,
-    remind,
-    start_epoch,
-    starting_anywhere,
-    state_of,
-)
+from tarantella_pp.internals import data
 from tarantella_pp.internals.optimizers import settable_learning_rate, wrapped_in
 
 logger = logging.getLogger(__name__)
@@ -134,7 +126,7 @@ class Checkpoint(keras.callbacks.Callback):
     def follow(self, callbacks: Iterable[Any]) -> None:
         """Takes over the state of other callbacks, by class and number within the class."""
         counts: Counter[str] = Counter()
-        for callback in filter(remembers, callbacks):
+        for callback in filter(data.remembers, callbacks):
             kind = type(callback).__name__
             self._callbacks[f"{kind}#{counts[kind]}"] = callback
             counts[kind] += 1
@@ -143,7 +135,7 @@ class Checkpoint(keras.callbacks.Callback):
     def attached(self) -> Iterator[None]:
         """Surrounds Keras' own `fit`."""
         try:
-            with self._noting_sigterm(), starting_anywhere(self._model):
+            with self._noting_sigterm(), data.starting_anywhere(self._model):
                 yield
         finally:
             self._writer.abandon()
@@ -181,10 +173,10 @@ class Checkpoint(keras.callbacks.Callback):
             pass  # the same on all ranks
         self._configs = configs_of(self._model)
         adapter = self._adapter  # which knows the data on the rank that reads them
-        data = {"contents": adapter.description, "batches": adapter.num_batches}
-        data |= {"steps_per_epoch": self._steps_per_epoch, "shuffle": self._shuffle}
-        data |= {} if adapter.cursor is None else adapter.cursor.facts()
-        self._facts = self._ranks.broadcast_json(facts_of(self._model, data))
+        read = {"contents": adapter.description, "batches": adapter.num_batches}
+        read |= {"steps_per_epoch": self._steps_per_epoch, "shuffle": self._shuffle}
+        read |= {} if adapter.cursor is None else adapter.cursor.facts()
+        self._facts = self._ranks.broadcast_json(facts_of(self._model, read))
         found = newest_whole(self._ranks, self.directory)
         trains = True
         if found is not None:
@@ -275,21 +267,21 @@ class Checkpoint(keras.callbacks.Callback):
         gone = [name.partition("#")[0] for name in saved.callbacks if name not in everywhere]
         if gone:
             self._tell(f"no {', no '.join(gone)} is among the callbacks: its state is left out")
-        stopped_early = any(map(has_stopped, self._callbacks.values()))
+        stopped_early = any(map(data.has_stopped, self._callbacks.values()))
         state = "was stopped early" if stopped_early else f"has trained {saved.where()}"
         if stopped_early or saved.epoch >= self._epochs:
             self._tell(
                 f"nothing is trained: checkpoint '{folder}' {state} of epochs={self._epochs}. "
                 "Raise epochs, or give a new run a directory of its own."
             )
-            start_epoch(self._model, max(saved.epoch, self._epochs, 1))
+            data.start_epoch(self._model, max(saved.epoch, self._epochs, 1))
             return False
         self._tell(f"goes on from checkpoint '{folder}', which {state}")
-        start_epoch(self._model, saved.epoch)
+        data.start_epoch(self._model, saved.epoch)
         position = saved.position
         if self._epoch_step or position.in_pass:
             before = position.batches - self._epoch_step
-            self._adapter.start = EpochStart(self._epoch_step, before, position.in_pass)
+            self._adapter.start = data.EpochStart(self._epoch_step, before, position.in_pass)
         if self._adapter.cursor is not None:
             self._adapter.cursor.resume(position, restored.arrays("data"))
         return True
@@ -306,7 +298,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _remind(self, saved: Manifest) -> None:
         for name, callback in self._callbacks.items():
             if name in saved.callbacks:
-                remind(callback, saved.callbacks[name])
+                data.remind(callback, saved.callbacks[name])
 
     def _merged(self, mine: dict[str, Any]) -> dict[str, Any]:
         """What all ranks know together; the first that knows a thing counts."""
@@ -398,7 +390,7 @@ def _learning_rate_of(model: Any) -> float | None:
 
 def _json_state(name: str, callback: Any) -> Any:
     try:
-        return json.loads(json.dumps(state_of(callback), default=_number))
+        return json.loads(json.dumps(data.state_of(callback), default=_number))
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"Callback {name.partition('#')[0]}.state_dict() must return numbers, texts, lists and "

@@ -19,17 +19,8 @@ from rich.text import Text
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.files import replace_file
+from tarantella_pp.runtime import executor
 from tarantella_pp.runtime.comm.machine import clock_offset
-from tarantella_pp.runtime.executor import (
-    UPDATE,
-    RecordedStep,
-    Recorder,
-    Span,
-    alike,
-    gather_steps,
-    is_busy,
-    is_wait,
-)
 
 # The trace is in Google's "Trace Event Format": a process for each rank, with a track each for what
 # it computes, for its messages and for its steps, and an arrow from each send to its receive.
@@ -43,12 +34,12 @@ _INSIDE = 10  # nanoseconds: what belongs to a slice must not be at its very end
 
 TraceEvent = dict[str, Any]
 
-_COLUMNS: dict[str, Callable[[Span], bool]] = {
+_COLUMNS: dict[str, Callable[[executor.Span], bool]] = {
     "F": lambda span: span.kind == "F",
     "B": lambda span: span.kind in ("R", "B", "BW"),
     "W": lambda span: span.kind == "W",
-    "Update": lambda span: span.what == UPDATE,
-    "Wait": lambda span: is_wait(span.what),
+    "Update": lambda span: span.what == executor.UPDATE,
+    "Wait": lambda span: executor.is_wait(span.what),
 }
 
 
@@ -84,17 +75,17 @@ class Timeline(keras.callbacks.Callback):
         super().__init__()
         self._path = None if path is None else Path(path).absolute()
         self._wanted = steps
-        self._recorder = Recorder(steps)
-        self._steps: tuple[RecordedStep, ...] = ()
+        self._recorder = executor.Recorder(steps)
+        self._steps: tuple[executor.RecordedStep, ...] = ()
 
     @property
-    def steps(self) -> tuple[RecordedStep, ...]:
+    def steps(self) -> tuple[executor.RecordedStep, ...]:
         """The recorded steps, on every rank; empty until training has ended."""
         return self._steps
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Begins to record."""
-        self._recorder = Recorder(self._wanted)
+        self._recorder = executor.Recorder(self._wanted)
         self._steps = ()
         self._engine().record(self._recorder)
         if self._path is not None:
@@ -112,7 +103,7 @@ class Timeline(keras.callbacks.Callback):
         engine = self._engine()
         engine.record(None)
         offset = clock_offset(engine.groups.pipeline)
-        self._steps = gather_steps(self._recorder.steps, offset, engine.groups.pipeline)
+        self._steps = executor.gather_steps(self._recorder.steps, offset, engine.groups.pipeline)
         if self._path is not None and engine.prints:
             write_trace(self._path, self._steps)
 
@@ -122,7 +113,7 @@ class Timeline(keras.callbacks.Callback):
         Raises:
             ConfigurationError: If nothing was recorded.
         """
-        same = alike(self._steps)
+        same = executor.alike(self._steps)
         if not same:
             raise ConfigurationError(
                 "No steps were recorded: a Timeline has a summary once `fit` has ended, if it had "
@@ -140,7 +131,7 @@ class Timeline(keras.callbacks.Callback):
         return engine
 
 
-def summary_table(steps: Sequence[RecordedStep]) -> Group:
+def summary_table(steps: Sequence[executor.RecordedStep]) -> Group:
     """Makes the table of recorded steps: a row for each rank, then what holds for all of them."""
     schedule = steps[0].schedule
     rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -151,7 +142,9 @@ def summary_table(steps: Sequence[RecordedStep]) -> Group:
             median(_seconds(step.spans[rank], wanted) for step in steps)
             for wanted in _COLUMNS.values()
         ]
-        busy = median(_seconds(step.spans[rank], lambda s: is_busy(s.what)) for step in steps)
+        busy = median(
+            _seconds(step.spans[rank], lambda s: executor.is_busy(s.what)) for step in steps
+        )
         period = _period(steps, rank)
         rows.add_row(
             str(rank),
@@ -170,24 +163,24 @@ def summary_table(steps: Sequence[RecordedStep]) -> Group:
     return Group(Text(title, style="bold"), rows, Text(last))
 
 
-def _seconds(spans: Sequence[Span], wanted: Callable[[Span], bool]) -> float:
+def _seconds(spans: Sequence[executor.Span], wanted: Callable[[executor.Span], bool]) -> float:
     return sum(span.end - span.start for span in spans if wanted(span))
 
 
-def _period(steps: Sequence[RecordedStep], rank: int) -> float:
+def _period(steps: Sequence[executor.RecordedStep], rank: int) -> float:
     """Returns the seconds from one step to the next; of a single step, its own."""
     starts = {step.number: step.bounds[rank][0] for step in steps}
     ends = {step.number: step.bounds[rank][1] for step in steps}
     return median(starts.get(number + 1, ends[number]) - starts[number] for number in starts)
 
 
-def write_trace(path: Path, steps: Sequence[RecordedStep]) -> None:
+def write_trace(path: Path, steps: Sequence[executor.RecordedStep]) -> None:
     """Writes recorded steps to a file, all of it or nothing."""
     document = {"displayTimeUnit": "ms", "traceEvents": trace_events(steps)}
     replace_file(path, lambda draft: draft.write_bytes(msgspec.json.encode(document)))
 
 
-def trace_events(steps: Sequence[RecordedStep]) -> list[TraceEvent]:
+def trace_events(steps: Sequence[executor.RecordedStep]) -> list[TraceEvent]:
     """Makes the events of a trace; times are in microseconds since the first step began."""
     if not steps:
         return []
@@ -196,7 +189,7 @@ def trace_events(steps: Sequence[RecordedStep]) -> list[TraceEvent]:
     trace.name_ranks(steps[0].schedule.placement)
     for step in steps:
         for rank, (start, end) in enumerate(step.bounds):
-            bounds = Span(f"step {step.number}", start, end)
+            bounds = executor.Span(f"step {step.number}", start, end)
             trace.add_slice(rank, STEPS, bounds, zero, {"rows": step.rows})
         trace.add_spans(step, zero)
     return trace.events
@@ -227,12 +220,12 @@ class _Trace:
     def _name(self, process: int, track: int, kind: str, **values: Any) -> None:
         self._add(process, track, ph="M", name=kind, args=values)
 
-    def add_spans(self, step: RecordedStep, zero: float) -> None:
+    def add_spans(self, step: executor.RecordedStep, zero: float) -> None:
         """Adds the slices of one step, and the arrows between them."""
         numbers: dict[tuple[Any, ...], int] = {}
         for rank, spans in enumerate(step.spans):
             for span in spans:
-                track = COMPUTE if is_busy(span.what) else COMMUNICATION
+                track = COMPUTE if executor.is_busy(span.what) else COMMUNICATION
                 facts = {} if isinstance(span.what, str) else dict(span.what._asdict())
                 facts.pop("operation", None)
                 facts["step"] = step.number
@@ -248,7 +241,7 @@ class _Trace:
                     self._add(rank, COMMUNICATION, **kind, **message)
 
     def add_slice(
-        self, process: int, track: int, span: Span, zero: float, facts: dict[str, Any]
+        self, process: int, track: int, span: executor.Span, zero: float, facts: dict[str, Any]
     ) -> tuple[int, int]:
         """Adds what a rank does for a while; returns from when to when, in nanoseconds."""
         name, category = _look(span)
@@ -265,8 +258,8 @@ def _written(nanoseconds: int) -> float:
     return (nanoseconds + 0.25) / 1000
 
 
-def _look(span: Span) -> tuple[str, str]:
-    waits, transfer = is_wait(span.what), span.transfer
+def _look(span: executor.Span) -> tuple[str, str]:
+    waits, transfer = executor.is_wait(span.what), span.transfer
     if span.kind is not None:
         return str(span.what), _KINDS[span.kind]
     if transfer is None:

@@ -22,17 +22,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import psutil
 
 from tarantella_pp.errors import LaunchError
+from tarantella_pp.launch import processes
 from tarantella_pp.launch.hosts import HostRanks
 from tarantella_pp.launch.mpi_launchers import Launcher
-from tarantella_pp.launch.processes import (
-    adopt_orphans,
-    describe_exit,
-    die_with_parent,
-    is_alive,
-    kill_descendants,
-    remove,
-    shared_memory,
-)
 from tarantella_pp.launch.records import (
     ENDED,
     FAILED,
@@ -105,7 +97,7 @@ def run_job(
     quiet: bool = False,
 ) -> int:
     """Runs a job to its end, by another attempt where one has failed; returns the exit code."""
-    adopt_orphans()
+    processes.adopt_orphans()
     code, failures, stop, start = 1, list[Failure](), Stop(), time.monotonic()
     with stop.noted():
         for attempt in itertools.islice(attempts, restarts + 1):
@@ -196,7 +188,7 @@ class JobRun:
                 env={**self._attempt.environment, SIZE_VARIABLE: str(size)},
                 stderr=self._stderr.descriptor,
                 start_new_session=True,
-                preexec_fn=lambda: die_with_parent(parent),
+                preexec_fn=lambda: processes.die_with_parent(parent),
             )
         except OSError as error:
             raise LaunchError(f"Cannot start {command[0]}: {error}") from error
@@ -217,7 +209,7 @@ class JobRun:
                     return _report_stop(stop.number)
                 if not self._passed_on:
                     self._passed_on = True
-                    self._files |= shared_memory()
+                    self._files |= processes.shared_memory()
                     mpi.send_signal(self._launcher.signal_for(stop.number))
             elif failure is not None:
                 self._settle(SETTLE_SECONDS)
@@ -233,7 +225,8 @@ class JobRun:
                 missing, what = records.missing(), "its ranks were still at work (MPI_Abort?)"
                 what = f"ranks {missing} never started{self._advice()}" if missing else what
                 name = pathlib.Path(str(mpi.args[0])).name  # type: ignore[index]
-                self._fail(f"tarantella: {name} {describe_exit(mpi.returncode)}, but {what}\n")
+                ended = processes.describe_exit(mpi.returncode)
+                self._fail(f"tarantella: {name} {ended}, but {what}\n")
                 return max(mpi.returncode, Exit.FAILED)
             elif timeout is not None and time.monotonic() - start > timeout:
                 _tell(f"the job was killed after {timeout:g} s (--timeout)")
@@ -261,7 +254,7 @@ class JobRun:
         self._next_look = now + LOOK_SECONDS
         for host, shell in self._shells.items():
             left = [r for r in host.ranks if r not in self._records or not self._records[r].is_over]
-            if is_alive(shell) or not left:
+            if processes.is_alive(shell) or not left:
                 continue
             # Only at the second look is it certain that no record of its ranks is on its way.
             if host in self._suspects:
@@ -322,12 +315,12 @@ class JobRun:
 
     def _end(self, mpi: subprocess.Popen[bytes]) -> None:
         """Ends MPI's launcher, with it all its processes, and kills the rest on this host."""
-        self._files |= shared_memory()
+        self._files |= processes.shared_memory()
         if mpi.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.end(mpi, END_SECONDS)
-        kill_descendants(END_SECONDS)
-        remove(self._files)
+        processes.kill_descendants(END_SECONDS)
+        processes.remove(self._files)
         self._stderr.finish(CLOSING_SECONDS)
         self._take(0.0)
 

@@ -27,25 +27,9 @@ from typing import Any
 
 from tarantella_pp.cause import describe
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.launch import records
+from tarantella_pp.launch import processes, records
 from tarantella_pp.launch.environment import LOG_ALL_VARIABLE, LOG_LEVEL_VARIABLE, OUTPUT_VARIABLE
 from tarantella_pp.launch.guard import Guard, exit_code_of
-from tarantella_pp.launch.processes import (
-    adopt_orphans,
-    die_with_parent,
-    kill_descendants,
-    reap,
-    remove,
-    shared_memory,
-)
-from tarantella_pp.launch.records import (
-    FAILED,
-    LOCAL_RANK_VARIABLE,
-    RANK_VARIABLE,
-    SIZE_VARIABLE,
-    STARTED,
-    number_from,
-)
 from tarantella_pp.launch.resources import take_gpu, take_share
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -62,7 +46,7 @@ _LIBRARY = "tarantella_pp"
 
 def main() -> int:
     """Runs `worker.py SCRIPT ARGUMENTS...` as one rank of the job described by the environment."""
-    die_with_parent(os.getppid())
+    processes.die_with_parent(os.getppid())
     # Blocked before the forks: a signal in between waits until its reader is there.
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     own = os.getpid()
@@ -76,30 +60,32 @@ def _stand_for(keeper: int) -> int:
     while status is None:
         number = signal.sigwait(_WATCHED)
         if number == signal.SIGCHLD:
-            status = reap(keeper)
+            status = processes.reap(keeper)
         else:
             os.kill(keeper, number)
     if status < 0:  # a keeper that is killed cannot say so, and MPI may miss that its rank ends
-        _report(_STANDARD_ERROR, number_from(RANK_VARIABLE) or 0, status=status)
+        _report(_STANDARD_ERROR, records.number_from(records.RANK_VARIABLE) or 0, status=status)
         signal.sigtimedwait(_PASSED_ON, LINGER_SECONDS)
     return 128 - status if status < 0 else status
 
 
 def _start_rank(parent: int) -> int:
     os.setsid()  # signals of MPI are for what stands for the rank alone
-    die_with_parent(parent, _ALONE)
-    size = int(os.environ[SIZE_VARIABLE])
-    rank = 0 if size == 1 else number_from(RANK_VARIABLE)
+    processes.die_with_parent(parent, _ALONE)
+    size = int(os.environ[records.SIZE_VARIABLE])
+    rank = 0 if size == 1 else records.number_from(records.RANK_VARIABLE)
     if rank is None:
-        sys.exit(f"tarantella: {os.environ[RANK_VARIABLE]} is not set; is --mpi the MPI in use?")
+        sys.exit(
+            f"tarantella: {os.environ[records.RANK_VARIABLE]} is not set; is --mpi the MPI in use?"
+        )
     keeper = os.getpid()
-    records.write(_STANDARD_ERROR, rank, state=STARTED, host=socket.gethostname())
+    records.write(_STANDARD_ERROR, rank, state=records.STARTED, host=socket.gethostname())
     if rank:  # MPICH gives the others a pipe that nobody writes to, nor closes
         os.dup2(os.open(os.devnull, os.O_RDONLY), _STANDARD_INPUT)
     child = os.fork()
     if child:
         return _keep(rank, child)
-    die_with_parent(keeper)
+    processes.die_with_parent(keeper)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     # The script may close or redirect its own.
     report = functools.partial(_report, os.dup(_STANDARD_ERROR), rank)
@@ -114,16 +100,16 @@ def _report(file: int, rank: int, **fields: Any) -> None:
 
 def _keep(rank: int, child: int) -> int:
     """Looks after a rank; returns its exit code once the launcher has had time to end the job."""
-    adopt_orphans()
-    of_open_mpi = os.environ.get(RANK_VARIABLE, "").startswith("OMPI")
+    processes.adopt_orphans()
+    of_open_mpi = os.environ.get(records.RANK_VARIABLE, "").startswith("OMPI")
     status = None
     while status is None:
         number = signal.sigwait(_WATCHED)
         if number == signal.SIGCHLD:
-            status = reap(child)
+            status = processes.reap(child)
         elif number == _ALONE:
-            remove(shared_memory())
-            kill_descendants()
+            processes.remove(processes.shared_memory())
+            processes.kill_descendants()
             os._exit(1)
         else:
             meant = _OF_OPEN_MPI.get(signal.Signals(number), number) if of_open_mpi else number
@@ -131,7 +117,7 @@ def _keep(rank: int, child: int) -> int:
                 _report(_STANDARD_ERROR, rank, stopped=True)
             os.kill(child, meant)
     _report(_STANDARD_ERROR, rank, status=status)
-    kill_descendants()
+    processes.kill_descendants()
     if status:  # MPI need not notice by itself: it has nothing to add to what the launcher says
         signal.sigtimedwait([_ALONE], LINGER_SECONDS)
     return 128 - status if status < 0 else status
@@ -148,7 +134,10 @@ def run_script(command: list[str], guard: Guard) -> int:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         take_share(os.environ)
-        if guard.size > 1 and (local_rank := number_from(LOCAL_RANK_VARIABLE)) is not None:
+        if (
+            guard.size > 1
+            and (local_rank := records.number_from(records.LOCAL_RANK_VARIABLE)) is not None
+        ):
             take_gpu(os.environ, local_rank)
         _show_log(os.environ, guard.rank)
         _run_as_main(command)
@@ -165,7 +154,7 @@ def run_script(command: list[str], guard: Guard) -> int:
         guard.fail(error, describe(error), exit_code_of(error))
     else:
         guard.leave()
-    if guard.state == FAILED:
+    if guard.state == records.FAILED:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

@@ -24,12 +24,8 @@ from tarantella_pp.runtime.comm.collective import (
     on_one_rank,
 )
 from tarantella_pp.runtime.engine import Engine
+from tarantella_pp.runtime.weights import remote_variables
 from tarantella_pp.runtime.weights.optimizer_state import OptimizerState, StateShare
-from tarantella_pp.runtime.weights.remote_variables import (
-    check_readable,
-    only_own_assigned,
-    read_with,
-)
 from tarantella_pp.runtime.weights.value_stream import ValueStream
 
 # Each rank reads what it needs of these files, and of others all.
@@ -50,7 +46,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         # So weights that are out of date are refused here: the older file stays whole.
         if called_by_writer():
             for variable in self.variables:
-                check_readable(variable)
+                remote_variables.check_readable(variable)
         return self._is_built
 
     @built.setter
@@ -205,7 +201,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
             if in_parts:
                 read_weights(Path(filepath), plain, needed, skip_mismatch)
                 return
-            with only_own_assigned():
+            with remote_variables.only_own_assigned():
                 plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
         on_all_ranks(self._engine.communicator, f"load '{filepath}'", work)
@@ -246,7 +242,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         state = self._optimizer_state and self._optimizer_state.streamed(stream)
 
         def work() -> None:
-            with stream.open(), read_with(read):
+            with stream.open(), remote_variables.read_with(read):
                 replace_file(path, lambda draft: write(draft, state))
 
         # Ranks that do not write serve values here, and come to the next line when all are written.

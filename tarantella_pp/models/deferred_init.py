@@ -23,11 +23,7 @@ from tarantella_pp.internals.state import (
 )
 from tarantella_pp.runtime.comm.collective import contents_of
 from tarantella_pp.runtime.comm.communicator import world
-from tarantella_pp.runtime.weights.remote_variables import (
-    initialize_deferred,
-    is_stale,
-    make_deferred,
-)
+from tarantella_pp.runtime.weights import remote_variables
 
 # Layers in a row that Keras, which finds its way through a model by recursion, may meet.
 DEEPEST = 100_000
@@ -71,7 +67,7 @@ def deferred_init() -> Iterator[None]:
             yield
     finally:
         for variable in made:
-            make_deferred(variable)
+            remote_variables.make_deferred(variable)
     lost = [variable.path for variable in made if id(variable) in assigned]
     if lost:
         raise ConfigurationError(
@@ -88,8 +84,8 @@ def initialize_beside(model: keras.Model) -> None:
     """Gives seeds and meters that belong to none of a model's layers their values."""
     weights = {id(variable) for variable in model.variables}
     for variable in _SMALL:
-        if id(variable) not in weights and is_stale(variable):
-            initialize_deferred(variable)
+        if id(variable) not in weights and remote_variables.is_stale(variable):
+            remote_variables.initialize_deferred(variable)
     _SMALL.clear()
 
 
@@ -105,7 +101,7 @@ def only_shapes() -> Iterator[None]:
     finally:
         sys.setrecursionlimit(limit)
         for variable in made:
-            make_deferred(variable)
+            remote_variables.make_deferred(variable)
 
 
 def described_model(config: dict[str, Any]) -> Any:

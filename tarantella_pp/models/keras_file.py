@@ -22,15 +22,8 @@ from typing import Any, BinaryIO
 import keras
 
 from tarantella_pp.errors import ConfigurationError, FileError, StaleWeightError
+from tarantella_pp.internals import model_files
 from tarantella_pp.internals.functional import sublayers
-from tarantella_pp.internals.model_files import (
-    ASSETS,
-    CONFIG,
-    METADATA,
-    WEIGHTS,
-    load_state,
-    save_state,
-)
 from tarantella_pp.internals.parted import in_parts
 from tarantella_pp.runtime.comm.buffers import give_back
 from tarantella_pp.runtime.weights.remote_variables import let_go, only_own_assigned
@@ -51,7 +44,7 @@ class KerasFile:
                 self._file: Any = stack.enter_context(open(filepath, "rb"))
                 self._zip = stack.enter_context(zipfile.ZipFile(self._file))
                 self._check()
-                self.config: dict[str, Any] = json.loads(self._zip.read(CONFIG))
+                self.config: dict[str, Any] = json.loads(self._zip.read(model_files.CONFIG))
             except (OSError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile) as error:
                 raise self._error(error) from error
             self._opened = stack.pop_all()
@@ -59,7 +52,7 @@ class KerasFile:
     @property
     def contents(self) -> str:
         """A short text that is the same for files with the same model and weights."""
-        kept = (CONFIG, WEIGHTS, f"{ASSETS}/")
+        kept = (model_files.CONFIG, model_files.WEIGHTS, f"{model_files.ASSETS}/")
         members = [m for m in self._zip.infolist() if m.filename.startswith(kept)]
         found = sorted((m.filename, m.file_size, m.CRC) for m in members)
         text = hashlib.sha256(repr(found).encode()).hexdigest()[:16]
@@ -68,7 +61,7 @@ class KerasFile:
     @contextlib.contextmanager
     def weights(self) -> Iterator[BinaryIO]:
         """The HDF5 file with weights and optimizer state."""
-        member = self._zip.getinfo(WEIGHTS)
+        member = self._zip.getinfo(model_files.WEIGHTS)
         if member.compress_type != zipfile.ZIP_STORED:
             # To go back in what is packed means to unpack all before it again, for each tensor.
             with tempfile.TemporaryFile() as whole:
@@ -83,10 +76,10 @@ class KerasFile:
     @contextlib.contextmanager
     def assets(self) -> Iterator[Path | None]:
         """A folder with what layers keep in files of their own; `None` if they do not."""
-        found = [name for name in self._zip.namelist() if name.startswith(f"{ASSETS}/")]
+        found = [name for name in self._zip.namelist() if name.startswith(f"{model_files.ASSETS}/")]
         with tempfile.TemporaryDirectory() as folder:
             self._zip.extractall(folder, found)
-            yield Path(folder) / ASSETS if found else None
+            yield Path(folder) / model_files.ASSETS if found else None
 
     def close(self) -> None:
         """Closes it."""
@@ -98,8 +91,8 @@ class KerasFile:
             packed = _MOST_EXPANSION * member.compress_size
             if member.file_size > max(_LARGEST_BOMB, packed):
                 raise ValueError(f"{member.filename} is 100 times larger than its packed size")
-        if WEIGHTS not in self._zip.namelist():
-            raise KeyError(f"there is no {WEIGHTS} in it")
+        if model_files.WEIGHTS not in self._zip.namelist():
+            raise KeyError(f"there is no {model_files.WEIGHTS} in it")
         damaged = self._zip.testzip()
         if damaged is not None:
             raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
@@ -156,9 +149,9 @@ def write_plain(plain: keras.Model, config: dict[str, Any], path: Path) -> None:
         "date_saved": datetime.datetime.now().strftime("%Y-%m-%d@%H:%M:%S"),
     }
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(METADATA, json.dumps(metadata))
-        archive.writestr(CONFIG, json.dumps(config))
-        save_state(plain, archive, path.with_name(WEIGHTS))
+        archive.writestr(model_files.METADATA, json.dumps(metadata))
+        archive.writestr(model_files.CONFIG, json.dumps(config))
+        model_files.save_state(plain, archive, path.with_name(model_files.WEIGHTS))
 
 
 def read_state(file: KerasFile, plain: keras.Model, needed: Iterable[Any]) -> None:
@@ -199,7 +192,7 @@ def _read(
     skipped = layers_of_others(plain, needed)
     give_back()
     with only_own_assigned():
-        failed = load_state(plain, weights, assets, skipped, tensor_of, skip_mismatch)
+        failed = model_files.load_state(plain, weights, assets, skipped, tensor_of, skip_mismatch)
     give_back()
     # What a layer makes of its weights is not needed where it does not run.
     failed = [(layer, why) for layer, why in failed if not isinstance(why, StaleWeightError)]

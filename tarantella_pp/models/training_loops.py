@@ -18,13 +18,7 @@ from unittest import mock
 
 import keras
 
-from tarantella_pp.callbacks.rank_rules import (
-    callbacks_of_rank,
-    check_restarts,
-    checkpoint_of,
-    kinds_of_all_ranks,
-    with_trace,
-)
+from tarantella_pp.callbacks import rank_rules
 from tarantella_pp.internals.data import train_validation_split
 from tarantella_pp.internals.optimizers import settable_learning_rate
 from tarantella_pp.runtime.comm.collective import collective, of_keras_fit
@@ -128,7 +122,7 @@ class TrainingLoops(_AnyModel):
     @collective(
         "epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq",
         learning_rate=learning_rate_of,
-        callbacks=lambda given: kinds_of_all_ranks(given["callbacks"]),
+        callbacks=lambda given: rank_rules.kinds_of_all_ranks(given["callbacks"]),
     )  # fmt: skip
     def fit(
         self,
@@ -157,7 +151,7 @@ class TrainingLoops(_AnyModel):
         progress. Logs, and with them the history, are the same on every rank.
         """
         engine = self._engine
-        callbacks = with_trace(callbacks, self, os.environ)
+        callbacks = rank_rules.with_trace(callbacks, self, os.environ)
         engine.record(None)
         engine.check_alike()
 
@@ -174,15 +168,15 @@ class TrainingLoops(_AnyModel):
             options = {"batch_size": size, "steps_per_epoch": validation_steps}
             return [first, GivenData(parts, options)]
 
-        checkpoint = checkpoint_of(callbacks)
-        check_restarts(checkpoint)
+        checkpoint = rank_rules.checkpoint_of(callbacks)
+        rank_rules.check_restarts(checkpoint)
         train, validation = shared_adapters(engine, find, describe=checkpoint is not None)
         if checkpoint is not None:
             checkpoint.begin(
                 self, train, initial_epoch=initial_epoch, epochs=epochs,
                 steps_per_epoch=steps_per_epoch, shuffle=bool(shuffle),
             )  # fmt: skip
-        callbacks = callbacks_of_rank(callbacks, self, engine.communicator, checkpoint)
+        callbacks = rank_rules.callbacks_of_rank(callbacks, self, engine.communicator, checkpoint)
         with contextlib.nullcontext() if checkpoint is None else checkpoint.attached():
             history = keras.Model.fit(
                 self,
@@ -218,7 +212,7 @@ class TrainingLoops(_AnyModel):
         engine = self._engine
         if not kwargs:
             x = shared_adapter(engine, x, y, sample_weight, batch_size, steps)
-            callbacks = callbacks_of_rank(callbacks, self, engine.communicator)
+            callbacks = rank_rules.callbacks_of_rank(callbacks, self, engine.communicator)
         logs = keras.Model.evaluate(
             self,
             x,
@@ -248,7 +242,7 @@ class TrainingLoops(_AnyModel):
             shared_adapter(engine, x, None, None, batch_size, steps),
             verbose=_shown_by(engine, verbose),
             steps=steps,
-            callbacks=callbacks_of_rank(callbacks, self, engine.communicator),
+            callbacks=rank_rules.callbacks_of_rank(callbacks, self, engine.communicator),
         )
 
     @surrounded

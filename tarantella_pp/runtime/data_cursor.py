@@ -24,14 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.internals.data import (
-    DataAdapter,
-    arrays_of,
-    batch_size_of,
-    caches,
-    dataset_of,
-    is_shuffled,
-)
+from tarantella_pp.internals import data
 
 logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
@@ -41,7 +34,7 @@ ARRAYS, PY_DATASET, TF_DATA, OTHER = "arrays", "PyDataset", "tf.data", "generato
 class DataCursor:
     """Reads data, and knows how far."""
 
-    def __init__(self, adapter: DataAdapter, numbers: bool) -> None:
+    def __init__(self, adapter: data.DataAdapter, numbers: bool) -> None:
         self._adapter = adapter
         self._dataset: Any = None
         self._passes = 0
@@ -51,12 +44,12 @@ class DataCursor:
         self._order: Array | None = None
         self._states: Any = None
         self._next_states: Any = None
-        self._user_data = dataset_of(adapter)
+        self._user_data = data.dataset_of(adapter)
         self.kind = ARRAYS if numbers else _kind_of(self._user_data)
 
     def facts(self) -> dict[str, Any]:
         """What must be the same to come back to a position."""
-        return {"kind": self.kind, "batch_size": batch_size_of(self._adapter)}
+        return {"kind": self.kind, "batch_size": data.batch_size_of(self._adapter)}
 
     def on_epoch_begin(self) -> None:
         """Notes, before the data set hears of it, what an order would be drawn from."""
@@ -71,9 +64,9 @@ class DataCursor:
     def order(self) -> tuple[Array, int]:
         """The samples of the next pass, or of its rest, and a batch's size."""
         skips, order = self._begin(), self._order
-        size, shuffles = batch_size_of(self._adapter) or 1, is_shuffled(self._adapter)
+        size, shuffles = data.batch_size_of(self._adapter) or 1, data.is_shuffled(self._adapter)
         if not shuffles:
-            order = np.asarray(arrays_of(self._adapter))
+            order = np.asarray(data.arrays_of(self._adapter))
         elif order is None or skips is None:
             order = np.concatenate([np.asarray(part) for part in self._opened()])
         self._order = order if shuffles else None
@@ -106,7 +99,7 @@ class DataCursor:
     def _opened(self) -> Any:
         if self._dataset is None:
             self._dataset = self._adapter.get_tf_dataset()
-            if arrays_of(self._adapter) is not None:  # others are the user's, tuned as they wish
+            if data.arrays_of(self._adapter) is not None:  # others are the user's, as tuned
                 # As fast; but an epoch ends without waiting for a thread that measures it.
                 options = tf.data.Options()
                 options.autotune.enabled = False
@@ -152,17 +145,17 @@ class DataCursor:
             for number in range(self._passes):
                 begun = iter(self._dataset)  # seeds of shuffles go on with each
                 ends = self._dataset.cardinality() != tf.data.INFINITE_CARDINALITY
-                if number == 0 and ends and caches(self._dataset):
+                if number == 0 and ends and data.caches(self._dataset):
                     logger.warning("reads a whole pass again, for a cache keeps what it has drawn")
                     collections.deque(begun, maxlen=0)
         if self._skips and self.kind != ARRAYS:
             logger.warning("reads %d batches again to come back to where it was", self._skips)
 
 
-def _kind_of(data: Any) -> str:
-    if isinstance(data, keras.utils.PyDataset):
+def _kind_of(given: Any) -> str:
+    if isinstance(given, keras.utils.PyDataset):
         return PY_DATASET
-    return TF_DATA if isinstance(data, tf.data.Dataset) else OTHER
+    return TF_DATA if isinstance(given, tf.data.Dataset) else OTHER
 
 
 def _random_states() -> dict[str, Any]:

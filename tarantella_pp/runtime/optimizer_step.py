@@ -15,15 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.internals.optimizers import (
-    clips_by_norm,
-    count_step,
-    loss_scale,
-    scales_dynamically,
-    summands,
-    with_norms,
-    wrapped_in,
-)
+from tarantella_pp.internals import optimizers
 from tarantella_pp.internals.parted import columns_of, whole_of, wholes
 from tarantella_pp.runtime.stage.stage_module import StageModule
 from tarantella_pp.runtime.weights.rank_weights import Bucket, RankWeights
@@ -48,9 +40,9 @@ class OptimizerStep:
         self._ranks = own.table.ranks
         self._spread = own.spread
         has_parts = any(map(columns_of, order))
-        self._clips = clips_by_norm(optimizer, has_parts)
+        self._clips = optimizers.clips_by_norm(optimizer, has_parts)
         several = has_parts or self._ranks.size > 1
-        self._together = several and (self._clips or scales_dynamically(optimizer))
+        self._together = several and (self._clips or optimizers.scales_dynamically(optimizer))
         self._buckets = own.buckets
         self._reduction = own.make_reduction()
         self._started: set[Bucket] = set()
@@ -196,13 +188,13 @@ class OptimizerStep:
     def _measured(self, sums: Any) -> tuple[list[Gradient], tf.Tensor]:
         """The gradients, and what ranks must know of each other's."""
         gradients = self._regularized(sums)
-        return gradients, summands(self.optimizer, gradients, self._weights, self._clips)
+        return gradients, optimizers.summands(self.optimizer, gradients, self._weights, self._clips)
 
     def _apply_gradients(self, sums: Any, totals: tf.Tensor | None = None) -> None:
         if totals is None:
             self._step(self._regularized(sums))
         else:
-            with with_norms(self.optimizer, totals[0] == 0, self._squares(totals[1:])):
+            with optimizers.with_norms(self.optimizer, totals[0] == 0, self._squares(totals[1:])):
                 self._step(sums)
 
     def _squares(self, of_each: tf.Tensor) -> tf.Tensor | None:
@@ -210,7 +202,7 @@ class OptimizerStep:
         if not self._clips:
             return None
         groups = self._wholes
-        if wrapped_in(self.optimizer).global_clipnorm:
+        if optimizers.wrapped_in(self.optimizer).global_clipnorm:
             groups = np.zeros_like(groups)
         sums = tf.math.unsorted_segment_sum(of_each, groups, len(groups))
         return tf.gather(sums, groups[self._trained])
@@ -220,13 +212,13 @@ class OptimizerStep:
             # By the name that plain Keras calls: a class may override either.
             self.optimizer.apply_gradients(zip(gradients, self._weights, strict=True))
         elif len(self._trained):
-            count_step(self.optimizer)
+            optimizers.count_step(self.optimizer)
 
     def _with_penalty(self, weight: Any, gradient: Gradient) -> Any:
         """Adds the gradient of the weight's regularizer, scaled like the loss."""
         if weight.regularizer is None:
             return gradient
-        scale = loss_scale(self.optimizer)
+        scale = optimizers.loss_scale(self.optimizer)
         with tf.GradientTape() as tape:
             penalty = weight.regularizer(weight)
         seed = None if scale is None else tf.cast(scale, penalty.dtype)

@@ -18,15 +18,10 @@ from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups, ReplicaExchange
 from tarantella_pp.runtime.executor import Executor, Recorder
 from tarantella_pp.runtime.probes.stage_probe import StageProbe
+from tarantella_pp.runtime.stage import stage_boundary
 from tarantella_pp.runtime.stage.forward_state import ForwardState
 from tarantella_pp.runtime.stage.model_outputs import find_activations
 from tarantella_pp.runtime.stage.stage import Stage
-from tarantella_pp.runtime.stage.stage_boundary import (
-    StageBoundary,
-    StageEdge,
-    stage_boundaries,
-    stage_edges,
-)
 from tarantella_pp.runtime.stage.stage_messages import StageMessages
 from tarantella_pp.runtime.weights.remote_variables import is_remote, is_stale
 from tarantella_pp.schedule import Transfer
@@ -42,10 +37,10 @@ class RankStages(dict[int, Stage]):
         graph, ranks = extracted.graph, groups.pipeline
         self._groups = groups
         self._placement = placement
-        self.boundaries = stage_boundaries(
+        self.boundaries = stage_boundary.stage_boundaries(
             graph, plan.assignment, plan.num_stages, find_activations(extracted)
         )
-        self.edges = stage_edges(self.boundaries)
+        self.edges = stage_boundary.stage_edges(self.boundaries)
         for i, boundary in enumerate(self.boundaries):
             if placement[i] == ranks.rank:
                 calls = [extracted.calls[node] for node in boundary.nodes]
@@ -102,7 +97,7 @@ class RankStages(dict[int, Stage]):
             on_all_ranks(self._groups.peers, "run its stages", run)
         self._tried.add((step.training, len(step.batch.share.sizes) > 1))
 
-    def _try(self, boundary: StageBoundary, step: BatchStep) -> None:
+    def _try(self, boundary: stage_boundary.StageBoundary, step: BatchStep) -> None:
         """Runs a stage where it is, and passes on what it gives if it can run."""
         index = boundary.index
         outputs: list[tf.Tensor] = []
@@ -128,7 +123,9 @@ class RankStages(dict[int, Stage]):
         for edge in boundary.sends:
             self._pass_on(edge, [values[tensor] for tensor in edge.tensors if values], step)
 
-    def _pass_on(self, edge: StageEdge, values: list[tf.Tensor], step: BatchStep) -> None:
+    def _pass_on(
+        self, edge: stage_boundary.StageEdge, values: list[tf.Tensor], step: BatchStep
+    ) -> None:
         """Takes what a stage gives to a later one; it is received before anything else can fail."""
         source, target = self._placement[edge.source], self._placement[edge.target]
         rank = self._groups.pipeline.rank

@@ -14,6 +14,7 @@ import keras
 
 from tarantella_pp.cause import describe
 from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.internals import parted
 from tarantella_pp.internals.functional import (
     build_late,
     input_layer_of,
@@ -27,14 +28,6 @@ from tarantella_pp.internals.functional import (
     sublayers,
     takes_training,
     trained_variables,
-)
-from tarantella_pp.internals.parted import (
-    bytes_of,
-    can_be_cut,
-    cut,
-    number_of_parts,
-    parts_named,
-    whole_of,
 )
 from tarantella_pp.partition.graph.calls import (
     Call,
@@ -102,7 +95,7 @@ class ExtractedModel:
     def levels(self) -> range:
         """How far layers may be opened; see `at_level`."""
         opens = any(each.opens for each in self.looked.insides.values())
-        cuts = any(can_be_cut(each.operation, each.arguments) for each in self.calls)
+        cuts = any(parted.can_be_cut(each.operation, each.arguments) for each in self.calls)
         return range(1, _FINEST if opens or cuts else 1)
 
     def at_level(self, level: int, most: tuple[float, float] | None = None) -> ExtractedModel:
@@ -332,24 +325,24 @@ class _Reader:
     def _parts_wanted(self, node: Any, inside: LayerInside, path: str) -> int:
         """How many parts a layer is to be cut into."""
         limits, layer = self._limits, node.operation
-        if limits is None or not can_be_cut(layer, node.arguments):
+        if limits is None or not parted.can_be_cut(layer, node.arguments):
             return 1
         if limits.but:
-            return parts_named(limits.cut, path)
+            return parted.parts_named(limits.cut, path)
         cost = inside.cost()
         if cost is None or any(self._users[id(v)] > 1 for v in layer.variables):
             return 1
-        share = max(cost.flops / limits.cut_flops, bytes_of(layer) / limits.cut_bytes)
-        return number_of_parts(layer, share) if share > 1 else 1
+        share = max(cost.flops / limits.cut_flops, parted.bytes_of(layer) / limits.cut_bytes)
+        return parted.number_of_parts(layer, share) if share > 1 else 1
 
     def _read_cut(
         self, node: Any, parts: int, bindings: dict[int, int], path: str
     ) -> tuple[int, ...]:
         """Adds a layer as several that have some of its columns each."""
-        network = cut(node.operation, node.input_tensors[0], parts)
+        network = parted.cut(node.operation, node.input_tensors[0], parts)
         for layer in network.layers:
             for part in layer.variables:
-                self._parts.setdefault(id(whole_of(part)), []).append(part)
+                self._parts.setdefault(id(parted.whole_of(part)), []).append(part)
         env = {id(network.inputs[0]): bindings[id(node.input_tensors[0])]}
         self._read(network, env, f"{path}/")
         return (env[id(network.outputs[0])],)

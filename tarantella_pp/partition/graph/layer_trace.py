@@ -19,15 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.internals.functional import (
-    class_of_keras,
-    get_mask,
-    is_default,
-    operation_fn,
-    set_mask,
-    sublayers,
-    tree,
-)
+from tarantella_pp.internals import functional
 from tarantella_pp.internals.layer_calls import (
     GlueScope,
     functions_inside,
@@ -47,9 +39,9 @@ def is_composite(operation: Any) -> bool:
     """Whether a layer may be parted: not one of Keras' own, and it has layers inside."""
     return (
         isinstance(operation, keras.layers.Layer)
-        and not class_of_keras(operation)
+        and not functional.class_of_keras(operation)
         and not repeats_itself(operation)
-        and len(sublayers(operation)) > 1
+        and len(functional.sublayers(operation)) > 1
     )
 
 
@@ -92,7 +84,7 @@ class LayerCall:
     def kind(self) -> tuple[Any, ...]:
         """What must be the same whenever it is made."""
         masked = tuple(mask is not None for _, mask in self.raw)
-        return self.removes, masked, tuple(map(_told, tree.flatten(self.result)))
+        return self.removes, masked, tuple(map(_told, functional.tree.flatten(self.result)))
 
 
 def _told(value: Any) -> Any:
@@ -114,14 +106,14 @@ def own_tensor(value: Any) -> Any:
     """A tensor with its mask as another one: a layer may return what it was given."""
     if not isinstance(value, tf.Tensor):
         return value
-    mask, own = get_mask(value), tf.identity(value)
+    mask, own = functional.get_mask(value), tf.identity(value)
     if mask is not None:
-        set_mask(own, tf.identity(mask))
+        functional.set_mask(own, tf.identity(mask))
     return own
 
 
 def _mask_of(value: Any) -> Any:
-    return get_mask(value) if isinstance(value, tf.Tensor) else None
+    return functional.get_mask(value) if isinstance(value, tf.Tensor) else None
 
 
 class LayerTrace:
@@ -140,7 +132,7 @@ class LayerTrace:
         self._held: dict[int, Any] = {}
         self._open: list[LayerCall] = []
         self._in_leaf = False
-        self._inside = {id(operation), *map(id, sublayers(operation))}
+        self._inside = {id(operation), *map(id, functional.sublayers(operation))}
         numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - layers may draw
         try:
             with (
@@ -151,7 +143,7 @@ class LayerTrace:
                 only_traced(),
             ):
                 args, kwargs = arguments.fill_in({k: self._given(t) for k, t in given.items()})
-                call = operation_fn(operation, training=training)
+                call = functional.operation_fn(operation, training=training)
                 if isinstance(operation, keras.layers.Layer):
                     call(*args, **kwargs)
                 else:
@@ -172,10 +164,11 @@ class LayerTrace:
                 self.calls[path].whole = why
 
     def _given(self, tensor: Any) -> Any:
-        value, mask = tf.compat.v1.placeholder(tensor.dtype, tensor.shape), get_mask(tensor)
+        value = tf.compat.v1.placeholder(tensor.dtype, tensor.shape)
+        mask = functional.get_mask(tensor)
         if mask is not None:
-            set_mask(value, tf.compat.v1.placeholder("bool", mask.shape))
-            self.values[get_mask(value).ref()] = Value(None, len(self.arguments))
+            functional.set_mask(value, tf.compat.v1.placeholder("bool", mask.shape))
+            self.values[functional.get_mask(value).ref()] = Value(None, len(self.arguments))
         self.values[value.ref()] = Value(None, len(self.arguments))
         self.arguments.append(value)
         return value
@@ -206,7 +199,7 @@ class LayerTrace:
             if layer.variables or losses < len(self.losses):
                 raise TypeError(f"'{layer.name}' is made anew whenever it is called")
             return result
-        if not getattr(layer, "built", True) and not is_default(layer.build):
+        if not getattr(layer, "built", True) and not functional.is_default(layer.build):
             raise TypeError(f"'{layer.name}' is not built")  # and is not to be built here
         path: Path = ()
         if self._open:
@@ -216,7 +209,7 @@ class LayerTrace:
             self._open[-1].inner.append(made)
         else:
             self.root = made
-        flat = tree.flatten((args, kwargs))
+        flat = functional.tree.flatten((args, kwargs))
         masked = [i for i, value in enumerate(flat) if _mask_of(value) is not None]
         self._open.append(made)
         self._in_leaf = bool(path) and not is_composite(layer)
@@ -236,13 +229,13 @@ class LayerTrace:
         def mark(value: Any) -> Any:
             own = own_tensor(value)
             if isinstance(value, tf.Tensor):
-                made.raw.append((value, get_mask(value)))
-                made.marked.append((own, get_mask(own)))
+                made.raw.append((value, functional.get_mask(value)))
+                made.marked.append((own, functional.get_mask(own)))
             return own
 
-        found = tree.map_structure(mark, result)
+        found = functional.tree.map_structure(mark, result)
         places = iter(range(len(made.raw)))
-        made.result = tree.map_structure(
+        made.result = functional.tree.map_structure(
             lambda value: Made(next(places)) if isinstance(value, tf.Tensor) else value, result
         )
         made.stop = self.graph.version

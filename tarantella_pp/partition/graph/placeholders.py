@@ -20,15 +20,7 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.internals.functional import (
-    compute_output_spec,
-    get_mask,
-    is_default,
-    is_own_layer,
-    network_of,
-    set_mask,
-    tree,
-)
+from tarantella_pp.internals import functional
 from tarantella_pp.partition.graph.units import Shape
 
 # Dimensions that differ hold samples. Neither number is 1, which broadcasting would hide, and
@@ -86,7 +78,7 @@ class SeenTensor:
                 mask_shape = tuple(actual if one is None else one for one, actual in pairs)
         tensor = keras.KerasTensor(shape, self.dtype, name="free")
         if mask_shape is not None:
-            set_mask(tensor, keras.KerasTensor(mask_shape, "bool", name="free_mask"))
+            functional.set_mask(tensor, keras.KerasTensor(mask_shape, "bool", name="free_mask"))
         return tensor
 
 
@@ -102,7 +94,7 @@ def is_known_by_rule(operation: Any, given: Mapping[int, SeenTensor]) -> bool:
         # are given, such as learned queries, which have no samples.
         return False
     if isinstance(operation, keras.layers.Layer):
-        return is_own_layer(operation)
+        return functional.is_own_layer(operation)
     return all(tensor.mask_shape is None for tensor in given.values())
 
 
@@ -111,7 +103,7 @@ def made_by_rule(node: Any, given: Mapping[int, SeenTensor]) -> tuple[list[SeenT
     free = {key: tensor.symbolic() for key, tensor in given.items()}
     pairs = [(t, free[id(t)]) for t in node.input_tensors]
     same = all((*t.shape, t.dtype) == (*given.shape, given.dtype) for t, given in pairs)
-    if same and network_of(node.operation) is None:
+    if same and functional.network_of(node.operation) is None:
         specs = [(tuple(tensor.shape), tensor.dtype) for tensor in node.outputs]
     else:  # a nested model is called on others than it was built with, or Keras guesses
         specs = _specs(node, free)
@@ -123,15 +115,17 @@ def made_by_rule(node: Any, given: Mapping[int, SeenTensor]) -> tuple[list[SeenT
 
 def _specs(node: Any, free: dict[int, Any]) -> list[tuple[Shape, str]]:
     args, kwargs = node.arguments.fill_in(free)
-    if network_of(node.operation) is not None:
-        specs = compute_output_spec(node.operation, *args, **kwargs)
+    if functional.network_of(node.operation) is not None:
+        specs = functional.compute_output_spec(node.operation, *args, **kwargs)
     else:
         specs = node.operation.compute_output_spec(*args, **kwargs)
-    return [(tuple(spec.shape), spec.dtype) for spec in tree.flatten(specs)]
+    return [(tuple(spec.shape), spec.dtype) for spec in functional.tree.flatten(specs)]
 
 
 def _probes(node: Any, given: Mapping[int, SeenTensor], shapes: list[Shape]) -> list[Probe]:
-    if is_own_layer(node.operation) and all(tensor.rows == 1 for tensor in given.values()):
+    if functional.is_own_layer(node.operation) and all(
+        tensor.rows == 1 for tensor in given.values()
+    ):
         return [probe_of(shape) for shape in shapes]
     found = _probed(node, given, None)
     if any(map(_is_open, found)) and not any(_is_open(tensor.probe) for tensor in given.values()):
@@ -170,16 +164,18 @@ def _masks(node: Any, free: dict[int, Any], count: int) -> tuple[list[Shape | No
     removed = set[int]()
     # Attention passes masks to its softmax and then deletes them from the tensors it was given.
     if isinstance(operation, keras.layers.MultiHeadAttention):
-        removed = {key for key, tensor in free.items() if get_mask(tensor) is not None}
+        removed = {key for key, tensor in free.items() if functional.get_mask(tensor) is not None}
     nothing: list[Shape | None] = [None] * count
     if not getattr(operation, "supports_masking", False):
         return nothing, removed
     first = args[0] if args else next(iter(kwargs.values()), None)
     previous = kwargs.get("mask")
     if previous is None:
-        previous = tree.map_structure(get_mask, first)
+        previous = functional.tree.map_structure(functional.get_mask, first)
     masks = previous
-    if not is_default(operation.compute_mask):
+    if not functional.is_default(operation.compute_mask):
         masks = operation.compute_mask(first, previous)
-    shapes = [None if mask is None else tuple(mask.shape) for mask in tree.flatten(masks)]
+    shapes = [
+        None if mask is None else tuple(mask.shape) for mask in functional.tree.flatten(masks)
+    ]
     return (shapes + nothing)[:count], removed

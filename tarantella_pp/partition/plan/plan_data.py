@@ -10,22 +10,13 @@ import msgspec
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph.json_record import JsonRecord
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.plan import plan_parts
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork
-from tarantella_pp.partition.plan.plan_parts import (
-    Amount,
-    Certificate,
-    CutEdge,
-    OutputUse,
-    PlanConfig,
-    StagePlan,
-    Tie,
-    ascends,
-)
 from tarantella_pp.schedule import HeldAgain, Schedule, ScheduleSpec
 
 
 class PlanData(
-    PlanConfig,
+    plan_parts.PlanConfig,
     JsonRecord,
     frozen=True,
     kw_only=True,
@@ -42,20 +33,20 @@ class PlanData(
     fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
     node_names: tuple[str, ...]
     assignment: tuple[int, ...]
-    stages: tuple[StagePlan, ...]
-    cuts: tuple[CutEdge, ...]
-    certificate: Certificate
-    ties: tuple[Tie, ...] = ()
-    bubble: Amount | None = None
+    stages: tuple[plan_parts.StagePlan, ...]
+    cuts: tuple[plan_parts.CutEdge, ...]
+    certificate: plan_parts.Certificate
+    ties: tuple[plan_parts.Tie, ...] = ()
+    bubble: plan_parts.Amount | None = None
     assumed_size: int | None = None
     estimated: tuple[str, ...] = ()
     kept_whole: tuple[str, ...] = ()
     schedule_text: str | None = None
     in_bubbles: tuple[tuple[int, int], ...] = ()
     fallbacks: tuple[str, ...] = ()
-    outputs: OutputUse | None = None
+    outputs: plan_parts.OutputUse | None = None
     machine: HardwareSpec | None = None
-    step_seconds: Amount | None = None
+    step_seconds: plan_parts.Amount | None = None
     next_best: Any = None
     advice: Any = None
     measured: tuple[Any, ...] = ()
@@ -151,10 +142,13 @@ def _problems(plan: PlanData) -> list[str]:
         ),
         **plan.requirements(),
         "cuts must run from a stage to later ones": (
-            all(cut.targets and ascends((cut.source, *cut.targets), count) for cut in plan.cuts)
+            all(
+                cut.targets and plan_parts.ascends((cut.source, *cut.targets), count)
+                for cut in plan.cuts
+            )
         ),
         "ties must name two stages or more, ascending": (
-            all(len(tie.stages) > 1 and ascends(tie.stages, count) for tie in plan.ties)
+            all(len(tie.stages) > 1 and plan_parts.ascends(tie.stages, count) for tie in plan.ties)
         ),
     }
     return [what for what, holds in must_hold.items() if not holds]

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tarantella_pp.partition.graph.ideals import crossings
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Tensor, Weight
 from tarantella_pp.partition.graph.units import sample_shape
+from tarantella_pp.partition.plan import peak_memory
 from tarantella_pp.partition.plan.gradient_buckets import weight_replicas
 from tarantella_pp.partition.plan.hardware_spec import (
     BOTH_GRADIENTS,
@@ -23,16 +24,6 @@ from tarantella_pp.partition.plan.hardware_spec import (
     NodeWork,
     node_work,
     roofline_seconds,
-)
-from tarantella_pp.partition.plan.peak_memory import (
-    BackwardPass,
-    OutputBytes,
-    Users,
-    message_bytes,
-    output_bytes,
-    reduction_bytes,
-    tie_bytes,
-    update_bytes,
 )
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import CutEdge, OutputUse, PlanConfig, StagePlan, Tie
@@ -77,13 +68,15 @@ class StageCostModel:
         return self.graph.keeping(worth)
 
     @cached_property
-    def _backward(self) -> BackwardPass:
-        return BackwardPass(self.keeping)
+    def _backward(self) -> peak_memory.BackwardPass:
+        return peak_memory.BackwardPass(self.keeping)
 
     @cached_property
     def reduced(self) -> tuple[Sequence[float], Sequence[float]]:
         """Bytes in which each variable travels between replicas, where another trains it or not."""
-        found = [reduction_bytes(self.graph, self.config, share) for share in (0.0, 1.0)]
+        found = [
+            peak_memory.reduction_bytes(self.graph, self.config, share) for share in (0.0, 1.0)
+        ]
         return found[0], found[1]
 
     @cached_property
@@ -162,7 +155,7 @@ class StageCostModel:
         in_flight: int,
         repeats: HeldAgain | None,
         cuts: Sequence[CutEdge],
-        users: Users,
+        users: peak_memory.Users,
     ) -> StagePlan:
         """Returns what one stage costs."""
         graph, rows = self.graph, self.rows
@@ -174,7 +167,7 @@ class StageCostModel:
         # Messages whose shapes go first are not waited for.
         shapes = any(cut.source == stage and cut.tensor in graph.unsized for cut in cuts)
         window = None if shapes else self.config.send_window
-        received, sent, returned = message_bytes(
+        received, sent, returned = peak_memory.message_bytes(
             cuts, stage, in_flight, names, self.config.sent, window
         )
         backward = self._backward.bytes(ids, rows)
@@ -188,11 +181,11 @@ class StageCostModel:
         own = [weight for weight in weights if users[weight.id][0] == stage]
         shares = self._shares(own)
         gone = in_flight * size + again  # at the end of a step
-        update = max(update_bytes(graph, share, self.slots) for share in shares) - gone
-        made = OutputBytes()
+        update = max(peak_memory.update_bytes(graph, share, self.slots) for share in shares) - gone
+        made = peak_memory.OutputBytes()
         if self.outputs is not None and stage == last:
             count = self.config.num_micro_batches
-            made = output_bytes(graph, rows, count, in_flight, self.outputs, kept)
+            made = peak_memory.output_bytes(graph, rows, count, in_flight, self.outputs, kept)
         times = None if self.seconds is None else [self.seconds[i] for i in ids]
         return StagePlan(
             first=nodes[0].name,
@@ -204,7 +197,7 @@ class StageCostModel:
             optimizer_bytes=max(sum(self.slots[w.id] for w in share) for share in shares),
             activation_bytes=size,
             in_flight=in_flight,
-            buffer_bytes=received + tie_bytes(weights, users, stage),
+            buffer_bytes=received + peak_memory.tie_bytes(weights, users, stage),
             flops=sum(node.flops for node in nodes),
             forward_seconds=None if times is None else sum(f for f, _ in times),
             backward_seconds=None if times is None else sum(b for _, b in times),
@@ -241,7 +234,9 @@ class StageCostModel:
         again = [self.repeating.nodes[node.id] for node in nodes]
         # What runs again for later operations is there for its own gradient, too: nothing of it is
         # made a third time.
-        more = BackwardPass(self.graph).bytes([node.id for node in nodes], self.rows, again)
+        more = peak_memory.BackwardPass(self.graph).bytes(
+            [node.id for node in nodes], self.rows, again
+        )
         times = [node.flops if self.seconds is None else self.seconds[node.id][0] for node in again]
         parts = [seconds * node.repeated for seconds, node in zip(times, again, strict=True)]
         share = min(1.0, sum(parts) / sum(times)) if sum(times) else 1.0
@@ -265,7 +260,7 @@ class StageCostModel:
     def _kept(self, ids: Sequence[int], *, again: bool) -> tuple[set[int], int, int]:
         """Returns the tensors kept of a micro-batch, their bytes, and those without recomputing."""
         graph = self.graph
-        made, given, used, read = (_union(sets, ids) for sets in self._touched)
+        made, given, used, read = (set[int]().union(*(s[i] for i in ids)) for s in self._touched)
         given -= made
         inputs = {self._storage[tensor] for tensor in given}
 
@@ -287,10 +282,6 @@ class StageCostModel:
         received = (graph.tensors[t] for t in given)
         masks = sum(self.mask_bytes(one) for one in received if one.producer is not None)
         return kept | inputs, size(kept | inputs, inside) + masks, size(*usual)
-
-
-def _union(sets: Sequence[set[int]], ids: Sequence[int]) -> set[int]:
-    return set[int]().union(*[sets[i] for i in ids])
 
 
 # What grows with batches and messages.

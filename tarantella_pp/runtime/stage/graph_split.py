@@ -14,13 +14,7 @@ import tensorflow as tf
 from tarantella_pp.errors import TarantellaError
 from tarantella_pp.partition.graph.least_kept import FLOPS_PER_BYTE, least_kept
 from tarantella_pp.partition.graph.traced_costs import operations_of
-from tarantella_pp.runtime.stage.graph_functions import (
-    SubgraphExtractor,
-    ancestors,
-    dependents,
-    frontier,
-    in_order,
-)
+from tarantella_pp.runtime.stage import graph_functions
 
 _READS = ("ReadVariableOp", "Placeholder", "ResourceGather", "ResourceGatherNd")
 # Parts of the types of operations that take long; whatever a function calls counts as one.
@@ -110,7 +104,7 @@ def split_graph(trace: Trace, kept: Sequence[tf.Tensor] = ()) -> GraphSplit:
             sides, lambda t: t.ref() in held or only_on_weights(t.op), weights_first
         )
 
-    carve = SubgraphExtractor(trace.function).extract
+    carve = graph_functions.SubgraphExtractor(trace.function).extract
     # What the forward pass must run although nothing uses its result.
     effects = [op for op in sides.order if op not in sides.after and has_effect(op)]
     return GraphSplit(
@@ -147,9 +141,9 @@ class _Sides:
     def of(cls, trace: Trace) -> _Sides:
         """Finds them; raises `CutError` if one has side effects."""
         operations = trace.function.graph.get_operations()
-        after = dependents(trace.seeds, operations)
-        b_ops = ancestors(trace.input_gradients) & after
-        w_ops = (ancestors(trace.weight_gradients) & after) - b_ops
+        after = graph_functions.dependents(trace.seeds, operations)
+        b_ops = graph_functions.ancestors(trace.input_gradients) & after
+        w_ops = (graph_functions.ancestors(trace.weight_gradients) & after) - b_ops
         for op in b_ops | w_ops:
             if has_effect(op):
                 raise CutError(f"the backward pass has a side effect: {op.type} '{op.name}'")
@@ -190,10 +184,10 @@ def _kept(
         return min(trace.flops_per_byte(op), dearest)
 
     gradients = [*trace.input_gradients, *trace.weight_gradients]
-    read, _ = frontier(gradients, lambda t: t.op not in sides.after)
+    read, _ = graph_functions.frontier(gradients, lambda t: t.op not in sides.after)
     kept, dear = _least(sides, read, only_on_weights, there, price)
 
-    _, run_by_b = frontier(
+    _, run_by_b = graph_functions.frontier(
         [*trace.input_gradients, *_quick(trace, sides)], lambda t: t.op not in sides.after
     )
     of_b = run_by_b | {seed.op for seed in trace.seeds}
@@ -201,16 +195,16 @@ def _kept(
     def is_older(tensor: tf.Tensor) -> bool:
         return tensor.op not in sides.after or tensor.op in of_b
 
-    read_by_w, _ = frontier(trace.weight_gradients, is_older)
+    read_by_w, _ = graph_functions.frontier(trace.weight_gradients, is_older)
     older = [tensor for tensor in read_by_w if tensor.op not in of_b]
     # B repeats dear operations once, for both.
     for_w, _ = _least(sides, older, only_on_weights, there, (lambda op: 0.0) if dear else price)
     from_b = [tensor for tensor in read_by_w if tensor.op in of_b]
     # What both need waits for W, and B only looks at it.
     return (
-        in_order([ref.deref() for ref in kept - for_w], sides.order),
-        in_order([ref.deref() for ref in for_w & kept], sides.order),
-        in_order([*from_b, *(ref.deref() for ref in for_w - kept)], sides.order),
+        graph_functions.in_order([ref.deref() for ref in kept - for_w], sides.order),
+        graph_functions.in_order([ref.deref() for ref in for_w & kept], sides.order),
+        graph_functions.in_order([*from_b, *(ref.deref() for ref in for_w - kept)], sides.order),
         dear,
     )
 
@@ -228,7 +222,7 @@ def _least(
         return tensor.ref() in there or only_on_weights(tensor.op)
 
     needed = [tensor.ref() for tensor in read if not is_there(tensor)]
-    _, above = frontier(read, is_there)
+    _, above = graph_functions.frontier(read, is_there)
     parts = [
         (one, flops_per_byte(op))
         for op in sorted(above, key=sides.order.__getitem__)
@@ -236,7 +230,7 @@ def _least(
     ]
     operations, prices = [one for one, _ in parts], [price for _, price in parts]
     found = least_kept(operations, needed, prices)
-    used, _ = frontier(read, lambda t: t.ref() in found.values or is_there(t))
+    used, _ = graph_functions.frontier(read, lambda t: t.ref() in found.values or is_there(t))
     values = found.values | {tensor.ref() for tensor in used if tensor.ref() in there}
     return values, any(prices[i] > FLOPS_PER_BYTE for i in found.again)
 
@@ -276,7 +270,7 @@ def _waits(
     waits = {op.name: [other.name for other in others] for op, others in first.items()}
     reached = list(place)
     read = (t for op in place for t in op.inputs if t.op not in sides.after)
-    _, again = frontier(read, is_there)
+    _, again = graph_functions.frontier(read, is_there)
     for op in sorted(again, key=sides.order.__getitem__, reverse=True):
         user[op] = min(user[r] for t in op.outputs for r in t.consumers() if r in user)
         above = [t.op for t in reached[user[op]].inputs if t.op in place]

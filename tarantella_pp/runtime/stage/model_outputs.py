@@ -19,12 +19,8 @@ from tarantella_pp.internals.state import only_traced
 from tarantella_pp.internals.training import logits_of
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
+from tarantella_pp.runtime.stage import stage_boundary
 from tarantella_pp.runtime.stage.running_calls import run_calls
-from tarantella_pp.runtime.stage.stage_boundary import (
-    BoundaryTensor,
-    StageBoundary,
-    shape_and_dtype,
-)
 
 Activation = Callable[[tf.Tensor], tf.Tensor]
 
@@ -71,27 +67,23 @@ def as_made(value: tf.Tensor, tensor: int, activations: Mapping[int, Activation]
     return activations[tensor](value) if tensor in activations else value
 
 
-def output_spec(
-    extracted: ExtractedModel, tensor: BoundaryTensor, rows: int | None = None
-) -> tf.TensorSpec:
-    """What an output of a model, or its mask, looks like for some number of samples."""
-    shape, dtype = shape_and_dtype(extracted.graph, tensor)
-    shape = (rows, *shape[1:]) if shape and shape[0] is None else shape
-    return tf.TensorSpec(shape, dtype)
+def output_spec(extracted: ExtractedModel, tensor: stage_boundary.BoundaryTensor) -> tf.TensorSpec:
+    """What an output of a model, or its mask, looks like for any number of samples."""
+    return tf.TensorSpec(*stage_boundary.shape_and_dtype(extracted.graph, tensor))
 
 
 def pack_outputs(
-    extracted: ExtractedModel, boundary: StageBoundary, results: Sequence[tf.Tensor]
+    extracted: ExtractedModel, boundary: stage_boundary.StageBoundary, results: Sequence[tf.Tensor]
 ) -> Any:
     """Puts what the last stage hands on together as the model's outputs, masks attached."""
     values = dict(zip(boundary.model_outputs, results, strict=True))
     activations = boundary.activations
     flat = []
     for tensor in extracted.graph.outputs:
-        value = as_made(values[BoundaryTensor(tensor)], tensor, activations)
-        if BoundaryTensor(tensor, mask=True) in values:
+        value = as_made(values[stage_boundary.BoundaryTensor(tensor)], tensor, activations)
+        if stage_boundary.BoundaryTensor(tensor, mask=True) in values:
             value = value if tensor in activations else tf.identity(value)
-            set_mask(value, values[BoundaryTensor(tensor, mask=True)])
+            set_mask(value, values[stage_boundary.BoundaryTensor(tensor, mask=True)])
         flat.append(value)
     return unpacked(keras.tree.pack_sequence_as(extracted.outputs_struct, flat))
 

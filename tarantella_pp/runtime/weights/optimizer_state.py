@@ -21,16 +21,9 @@ import keras
 import numpy as np
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.internals import state
 from tarantella_pp.internals.optimizers import scales_dynamically
 from tarantella_pp.internals.parted import columns_in, columns_of, in_parts, whole_of
-from tarantella_pp.internals.state import (
-    Place,
-    divide,
-    finalize_only,
-    rebuild,
-    slots_of,
-    trained_by,
-)
 from tarantella_pp.runtime.comm.collective import digest, on_all_ranks
 from tarantella_pp.runtime.comm.communicator import TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import variable_dtype
@@ -61,7 +54,7 @@ class OptimizerState:
         self._ranks = [table[weight].trainer for weight in weights]
         self._own = list(filter(table.trains, weights))
         self._positions = {id(weight): i for i, weight in enumerate(weights)}
-        self._slots: list[Place] = []
+        self._slots: list[state.Place] = []
         # Whether it is as in one process: one rank has all weights, and none is in parts
         self._is_plain = communicator.size == 1 and not any(map(columns_of, weights))
         if not self._is_plain:
@@ -85,17 +78,17 @@ class OptimizerState:
 
     def build(self) -> None:
         """Gives the optimizer the slots of this rank's weights, and no others."""
-        held = in_parts(trained_by(self._optimizer))
+        held = in_parts(state.trained_by(self._optimizer))
         if self._is_plain:
             if not held and self._own:
                 self._optimizer.build(self._own)
             return
         share = list(filter(self._table.trains, held)) if held else self._own
         if len(share) != len(held):
-            rebuild(self._optimizer, share)
+            state.rebuild(self._optimizer, share)
         if not self._optimizer.built:
             self._optimizer.build([])  # for the scale of losses, and for averages of no weights
-        finalize_only(self._optimizer, self._own, self._finalized)
+        state.finalize_only(self._optimizer, self._own, self._finalized)
         self._held()
 
     def streamed(self, stream: ValueStream) -> Any:
@@ -149,10 +142,10 @@ class OptimizerState:
             return _StandIn(name, range(len(variables)), variables)
         return _StandIn(name, range(len(self._saved)), self.needed())
 
-    def _agreed(self, weights: Sequence[Any]) -> list[Place]:
+    def _agreed(self, weights: Sequence[Any]) -> list[state.Place]:
         """Divides the optimizer, in the same way on all ranks."""
-        name, held = self._optimizer.name, in_parts(trained_by(self._optimizer))
-        slots: list[Place] = []
+        name, held = self._optimizer.name, in_parts(state.trained_by(self._optimizer))
+        slots: list[state.Place] = []
         # Before it is divided, which takes slots of other ranks away.
         all_slots = digest(self._optimizer.variables) if len(held) == len(weights) else None
 
@@ -164,7 +157,7 @@ class OptimizerState:
                     f"Optimizer {name} was built for other weights, not for {unknown}. Pass a new "
                     "optimizer."
                 )
-            slots[:] = divide(self._optimizer, weights, [*filter(self._table.trains, held)])
+            slots[:] = state.divide(self._optimizer, weights, [*filter(self._table.trains, held)])
 
         on_all_ranks(self._communicator, f"use optimizer {name}", work)
         answers = self._communicator.allgather_json([slots, all_slots])
@@ -185,7 +178,7 @@ class OptimizerState:
     def _held(self) -> dict[int, Any]:
         """This rank's slots, by their number in the whole optimizer."""
         held = {}
-        for slot in slots_of(self._optimizer):
+        for slot in state.slots_of(self._optimizer):
             positions = [self._positions.get(id(w)) for w in slot.weights] or [None]
             numbers = [self._numbers.get((slot.kind, position)) for position in positions]
             held.update({number: slot.variable for number in numbers if number is not None})
@@ -298,7 +291,7 @@ def _keyed(kind: str, found: Mapping[Any, Any]) -> dict[str, Any]:
     return {f"{kind}/{number}": variable for number, variable in found.items()}
 
 
-def _of_wholes(slots: Sequence[Place], wholes: Sequence[int]) -> list[list[int]]:
+def _of_wholes(slots: Sequence[state.Place], wholes: Sequence[int]) -> list[list[int]]:
     """Puts slots together that one of a whole weight is made of; these are `id`s of the weights."""
     found: dict[Any, list[int]] = {}
     for number, place in enumerate(slots):

@@ -18,14 +18,8 @@ import keras
 import numpy as np
 
 from tarantella_pp.errors import ConfigurationError, StaleWeightError
+from tarantella_pp.internals import state
 from tarantella_pp.internals.parted import part_variable, parts_of, whole_of
-from tarantella_pp.internals.state import (
-    drop_value,
-    give_value,
-    initialize,
-    initializer_of,
-    needs_only_shapes,
-)
 from tarantella_pp.runtime.comm.buffers import give_back
 from tarantella_pp.runtime.comm.tensor_buffers import to_tensor, variable_bytes
 from tarantella_pp.runtime.weights.value_stream import Array
@@ -108,9 +102,9 @@ def make_deferred(variable: Any) -> None:
 
 def initialize_deferred(variable: Any) -> None:
     """Gives a variable that was made without a value its first one."""
-    if initializer_of(variable) is None:
+    if state.initializer_of(variable) is None:
         raise _error(variable)
-    initialize(variable)
+    state.initialize(variable)
     variable.has_true_value()
     give_back(variable_bytes(variable))  # three times its size, of an initializer that draws
 
@@ -189,14 +183,14 @@ class _Remote(keras.Variable):  # type: ignore[misc]
     @property
     def value(self) -> Any:
         """The value, which Keras asks for whenever it needs it."""
-        if self._stale and not needs_only_shapes():
+        if self._stale and not state.needs_only_shapes():
             check_readable(self)
             return to_tensor(_reader.get()(self))
         return super().value
 
     def assign(self, value: Any) -> Any:
         """Takes over a value, which is the true one from now on."""
-        if needs_only_shapes() or tuple(np.shape(value)) != tuple(self.shape):
+        if state.needs_only_shapes() or tuple(np.shape(value)) != tuple(self.shape):
             return super().assign(value)  # which takes note of it, or names what does not fit
         # While a file is loaded on all ranks, each keeps its own part of it; a value for others
         # would fill the memory.
@@ -206,7 +200,7 @@ class _Remote(keras.Variable):  # type: ignore[misc]
         if self._has_memory:
             super().assign(value)
         else:
-            give_value(self, value)
+            state.give_value(self, value)
         self.has_true_value()
         return value
 
@@ -221,7 +215,7 @@ class _Remote(keras.Variable):  # type: ignore[misc]
         """Forgets the value, and gives its memory back unless a stage of this rank uses it."""
         self._stale = why
         if self._has_memory and not hasattr(self, "_used_here"):
-            drop_value(self)
+            state.drop_value(self)
             self._has_memory = False
 
     def __repr__(self) -> str:

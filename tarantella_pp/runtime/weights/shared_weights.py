@@ -10,15 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import ReplicaError
+from tarantella_pp.runtime.comm import tensor_buffers
 from tarantella_pp.runtime.comm.collective import digest
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.comm.tensor_buffers import (
-    buffer_of,
-    to_buffer,
-    to_tensor,
-    value_of,
-    variable_dtype,
-)
 from tarantella_pp.runtime.weights.gradient_reduction import DENSE, NOTHING, kind_of
 from tarantella_pp.runtime.weights.slices import Gradient
 
@@ -63,7 +57,9 @@ class TiedWeights:
             # How many rows of an embedding have gradients is known only to who computed them, so
             # sizes go ahead.
             sizes = [kind_of(gradient) for gradient in gradients]
-            tensors = [to_buffer(t) for gradient in gradients for t in _parts(gradient)]
+            tensors = [
+                tensor_buffers.to_buffer(t) for gradient in gradients for t in _parts(gradient)
+            ]
             self._communicator.send_json(sizes, [rank], _SIZES_TAG, label="sizes of gradients")
             self._communicator.send(tensors, rank, _GRADIENTS_TAG, label="tied gradients")
 
@@ -79,7 +75,7 @@ class TiedWeights:
             )
             left = iter(request.wait())
             for variable, rows in pairs:
-                tensors = [to_tensor(next(left)) for _ in _specs(variable, rows)]
+                tensors = [tensor_buffers.to_tensor(next(left)) for _ in _specs(variable, rows)]
                 gradient = tensors[0] if tensors else None
                 if len(tensors) > 1:
                     gradient = tf.IndexedSlices(*tensors, tf.constant(list(variable.shape)))
@@ -97,7 +93,7 @@ def _parts(gradient: Gradient) -> list[tf.Tensor]:
 
 def _specs(variable: Any, rows: int) -> list[TensorSpec]:
     """The arrays that a gradient with some number of rows is sent as."""
-    shape, dtype = tuple(variable.shape), variable_dtype(variable)
+    shape, dtype = tuple(variable.shape), tensor_buffers.variable_dtype(variable)
     if rows == NOTHING:
         return []
     if rows == DENSE:
@@ -111,9 +107,9 @@ def broadcast_variable(variable: Any, root: int, ranks: Communicator) -> None:
     if ranks.size == 1:
         return
     if ranks.rank == root:
-        value = value_of(variable)
+        value = tensor_buffers.value_of(variable)
     else:  # where it may not be read
-        value = np.empty(tuple(variable.shape), variable_dtype(variable))
+        value = np.empty(tuple(variable.shape), tensor_buffers.variable_dtype(variable))
     ranks.broadcast(value, root)
     if ranks.rank != root:
         variable.assign(value)
@@ -143,14 +139,14 @@ class Copies:
                 self._requests[rank] = ranks.post_receive(specs, rank, _VALUES_TAG, label=label)
         for rank in others:
             if variables := self._sent.get(rank):
-                values = list(map(buffer_of, variables))
+                values = list(map(tensor_buffers.buffer_of, variables))
                 ranks.send(values, rank, _VALUES_TAG, label=label)
 
     def refresh(self) -> None:
         """Takes over the values that others have published; waits for them."""
         for rank, request in self._requests.items():
             for variable, value in zip(self._received[rank], request.wait(), strict=True):
-                variable.assign(to_tensor(value))
+                variable.assign(tensor_buffers.to_tensor(value))
         self._requests.clear()
 
 
@@ -161,7 +157,7 @@ def check_alike(
     if communicator.size == 1:
         return
     own = [
-        digest([buffer_of(variable)]) if known is None or i in known else ""
+        digest([tensor_buffers.buffer_of(variable)]) if known is None or i in known else ""
         for i, variable in enumerate(variables)
     ]
     everyones = communicator.allgather_json(own)

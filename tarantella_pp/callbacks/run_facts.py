@@ -41,6 +41,7 @@ def facts_of(model: Any, data: Mapping[str, Any]) -> Any:
             ],
             "model": engine.plan and engine.extracted.readings[0].graph.fingerprint(),
             "compiled": compiled,
+            "floatx": keras.config.floatx(),
             "data": dict(data),
         }
     )

@@ -147,10 +147,9 @@ def _restored(folder: Path, manifest: Manifest, source: str | None) -> Any:
             "configuration. Pass what makes the model: --model FILE.py:FUNCTION"
         )
     with quiet_keras(f"the model of '{folder}'") as keras:
-        if source is not None:
-            plain = inputs.build_model(source)
-        else:
-            plain = keras.saving.deserialize_keras_object(manifest.config)
+        keras.config.set_floatx(manifest.facts.get("floatx", "float32"))
+        make = keras.saving.deserialize_keras_object
+        plain = inputs.build_model(source) if source else make(manifest.config)
 
         from tarantella_pp.callbacks.checkpoint_reader import RestoredState
         from tarantella_pp.models.pipeline_model import PipelineModel
@@ -158,8 +157,8 @@ def _restored(folder: Path, manifest: Manifest, source: str | None) -> Any:
         # One stage: states are kept by the model's variables, whatever ranks have written them.
         model = PipelineModel(plain, num_stages=1, num_micro_batches=1)
         if manifest.compiled is not None:
-            model.compile(**keras.saving.deserialize_keras_object(manifest.compiled))
+            model.compile(**make(manifest.compiled))
         elif manifest.optimizer is not None:
-            model.compile(keras.saving.deserialize_keras_object(manifest.optimizer))
+            model.compile(make(manifest.optimizer))
         RestoredState(folder, manifest).restore(model, model._state_share())
     return model

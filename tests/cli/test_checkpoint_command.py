@@ -17,7 +17,7 @@ X, Y = np.random.default_rng(0).normal(size=(2, 12, 3)).astype("float32")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, float64):
     directory = tmp_path_factory.mktemp("checkpoints")
     keras.utils.set_random_seed(1)
     plain = keras.Sequential([keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(3)])
@@ -31,6 +31,7 @@ def trained(tmp_path_factory):
 def test_a_file_of_plain_keras_goes_on_like_the_model(trained, tmp_path, capsys):
     directory, model = trained
     file = tmp_path / "model.keras"
+    keras.config.set_floatx("float32")  # as a process has it that begins
     assert main(["checkpoint", "convert", str(directory), str(file)]) == 0
     assert "2 epochs" in capsys.readouterr().out
     plain = keras.saving.load_model(file)

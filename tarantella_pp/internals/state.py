@@ -230,14 +230,19 @@ def given_values_kept() -> Iterator[None]:
 _traced = contextvars.ContextVar("_traced", default=False)
 
 
-@contextlib.contextmanager
-def only_traced(is_so: bool = True) -> Iterator[None]:
+def only_traced(is_so: bool = True) -> contextlib.AbstractContextManager[None]:
     """Says that what is traced inside is looked at and never run."""
-    before = _traced.set(is_so)
+    return meanwhile(_traced, is_so)
+
+
+@contextlib.contextmanager
+def meanwhile(setting: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    """Gives a variable of the context a value for a while."""
+    before = setting.set(value)
     try:
         yield
     finally:
-        _traced.reset(before)
+        setting.reset(before)
 
 
 def needs_only_shapes() -> bool:

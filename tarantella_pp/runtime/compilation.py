@@ -27,8 +27,8 @@ from tarantella_pp.runtime.probes.loss_probe import loss_kinds
 from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts
 from tarantella_pp.runtime.probes.weights_reached import refuse_weights_reached
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, dense_tensors
-from tarantella_pp.runtime.stage.model_outputs import output_spec, pack_outputs, unpacked
-from tarantella_pp.runtime.stage.stage_boundary import StageBoundary
+from tarantella_pp.runtime.stage.model_outputs import pack_outputs, unpacked
+from tarantella_pp.runtime.stage.stage_boundary import StageBoundary, shape_and_dtype
 from tarantella_pp.runtime.stage.stage_module import StageModule
 from tarantella_pp.runtime.weights.rank_weights import RankWeights
 
@@ -46,7 +46,8 @@ class BatchMetrics:
         self._model = model
         self._metrics = compiled_metrics(model)
         self._pack = functools.partial(pack_outputs, extracted, boundary)
-        self._outputs = [output_spec(extracted, tensor) for tensor in boundary.model_outputs]
+        looks = (shape_and_dtype(extracted.graph, tensor) for tensor in boundary.model_outputs)
+        self._outputs = [tf.TensorSpec(*look) for look in looks]
         self._compiled: dict[Hashable, CompiledFunction] = {}
         self._make_logs = tf.function(self._logs, autograph=False, reduce_retracing=True)
 

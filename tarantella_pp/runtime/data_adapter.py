@@ -28,6 +28,7 @@ from tarantella_pp.internals.data import (
     get_data_adapter,
     order_of,
 )
+from tarantella_pp.internals.state import meanwhile
 from tarantella_pp.runtime.batch import READER, ArrayRows, Batch, checksum
 from tarantella_pp.runtime.comm.collective import on_all_ranks
 from tarantella_pp.runtime.data_cursor import DataCursor
@@ -257,15 +258,10 @@ def single_batch(engine: Any, data: Any) -> Batch:
     return next(feed.batches([data]))
 
 
-@contextlib.contextmanager
-def data_made_of(given: Any) -> Iterator[None]:
+def data_made_of(given: Any) -> contextlib.AbstractContextManager[None]:
     """Says that data to be opened are made of others, which must be the same on all ranks."""
     found = _hash_of(given)
-    before = _made_of.set(f" made of data with hash {found}" if found else "")
-    try:
-        yield
-    finally:
-        _made_of.reset(before)
+    return meanwhile(_made_of, f" made of data with hash {found}" if found else "")
 
 
 _made_of = contextvars.ContextVar("_made_of", default="")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tarantella_pp.errors import ConfigurationError, PlanError
@@ -87,40 +88,37 @@ def _asks_too_early(schedule: str, reason: str) -> ConfigurationError:
     )
 
 
+@dataclass
 class MemoryCheck:
     """Holds a plan against the batches that are trained."""
 
-    def __init__(
-        self, plan: Plan, extracted: ExtractedModel, schedules: StepSchedules, groups: ProcessGroups
-    ) -> None:
-        # The plan with the figures of the largest batch so far.
-        self.largest: Plan | None = None
-        self._plan = plan
-        self._extracted = extracted
-        self._schedules = schedules
-        self._groups = groups
+    plan: Plan
+    extracted: ExtractedModel
+    schedules: StepSchedules
+    groups: ProcessGroups
+    largest: Plan | None = None  # the plan with the figures of the largest batch so far
 
     def expected(self, loss: Any, has_metrics: bool) -> Plan:
         """The plan before the first batch, which may show that metrics need all of it."""
-        at_once = loss_kinds(loss, self._extracted).reason
-        return self._of(self._plan.batch_size, OutputUse(at_once, None, has_metrics))
+        at_once = loss_kinds(loss, self.extracted).reason
+        return self._of(self.plan.batch_size, OutputUse(at_once, None, has_metrics))
 
     def refuse_compilation(self, loss: Any, has_metrics: bool) -> None:
         """Refuses loss and metrics that do not fit the schedule, or the batch size of the plan."""
-        at_once = loss_kinds(loss, self._extracted).reason
+        at_once = loss_kinds(loss, self.extracted).reason
         if at_once is not None:
             self._check_schedule(at_once)
-        if self._plan.limits is not None:
+        if self.plan.limits is not None:
             self._refuse(self.expected(loss, has_metrics))
 
     def _check_schedule(self, reason: str) -> None:
         """Refuses, or warns of, a whole batch's loss that is asked for before its outputs."""
-        count = self._plan.num_micro_batches
-        if count == 1 or self._schedules.sees_batch_at_once:
+        count = self.plan.num_micro_batches
+        if count == 1 or self.schedules.sees_batch_at_once:
             return
-        if not self._schedules.free:
-            raise _asks_too_early(self._plan.schedule, reason)
-        world, graph = self._groups.world, self._extracted.graph
+        if not self.schedules.free:
+            raise _asks_too_early(self.plan.schedule, reason)
+        world, graph = self.groups.world, self.extracted.graph
         if world.rank == world.size - 1:
             outputs = sum(graph.tensors[tensor].bytes_per_sample for tensor in graph.outputs)
             warnings.warn(
@@ -138,16 +136,16 @@ class MemoryCheck:
             return  # memory grows with the batch
         plan = self._of(rows, outputs)
         self._refuse(plan)
-        if plan.limits is None and rows > self._plan.batch_size:
-            self._compare(plan, memory_of_each_rank(self._groups.world, gpu_in_use()))
+        if plan.limits is None and rows > self.plan.batch_size:
+            self._compare(plan, memory_of_each_rank(self.groups.world, gpu_in_use()))
         self.largest = plan
 
     def _of(self, batch_size: int, outputs: OutputUse) -> Plan:
         """The plan for a batch whose outputs are used so."""
         held = None
-        if outputs.loss_at_once is not None and self._schedules.free:
-            held = self._schedules.gpipe.in_flight(self._plan.num_micro_batches)
-        return with_batch(self._plan, self._extracted.graph, batch_size, outputs, held)
+        if outputs.loss_at_once is not None and self.schedules.free:
+            held = self.schedules.gpipe.in_flight(self.plan.num_micro_batches)
+        return with_batch(self.plan, self.extracted.graph, batch_size, outputs, held)
 
     def _refuse(self, plan: Plan) -> None:
         """Raises where a stage is over its limit."""
@@ -157,25 +155,25 @@ class MemoryCheck:
             kept = plan.outputs.at_once if plan.outputs is not None else None
             why = f" ({kept})" if kept else ""
             other = f"batch_size={plan.batch_size}, which plans for it, train smaller batches"
-            if plan.batch_size == self._plan.batch_size:
+            if plan.batch_size == self.plan.batch_size:
                 other = "a smaller batch_size and train such batches"
             raise PlanError(
                 f"Stage {i} would need {stage.memory_bytes} bytes "
                 f"({format_bytes(stage.memory_bytes)}) for a batch of {plan.batch_size} samples"
                 f"{why}. Received: memory_limit={limit} bytes ({format_bytes(limit)}), in a plan "
-                f"for batch_size={self._plan.batch_size}. Make the PipelineModel with {other}, or "
+                f"for batch_size={self.plan.batch_size}. Make the PipelineModel with {other}, or "
                 "allow more memory."
             )
 
     def _compare(self, plan: Plan, memory: int) -> None:
         """Warns, on one rank, of a batch that needs more than a rank's share of its host."""
-        world = self._groups.world
-        needed = plan.rank_bytes(self._groups.pipeline.size)
+        world = self.groups.world
+        needed = plan.rank_bytes(self.groups.pipeline.size)
         if max(needed) > memory and world.rank == world.size - 1:
             warnings.warn(
                 f"Rank {needed.index(max(needed))} of the pipeline needs "
                 f"{format_bytes(max(needed))} for a batch of {plan.batch_size} samples, and its "
                 f"share of the memory of this machine is {format_bytes(memory)}. The plan was "
-                f"made for batch_size={self._plan.batch_size}. {ways_to_less_memory(plan)}",
+                f"made for batch_size={self.plan.batch_size}. {ways_to_less_memory(plan)}",
                 stacklevel=2,
             )

@@ -26,14 +26,7 @@ def forward(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute
 
 
 def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
-    """Orders one stage as GPipe does: all forwards, then all backwards.
-
-    Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
-    Parallelism", NeurIPS 2019. All micro-batches are in flight at once::
-
-        stage 0  F0 F1 F2 F3 .. .. .. BW0-- BW1-- BW2-- BW3--
-        stage 1  .. F0 F1 F2 F3 BW0-- BW1-- BW2-- BW3-- .. ..
-    """
+    """Orders all forwards, then all backwards: Huang et al., "GPipe", NeurIPS 2019."""
     return _forward_and_back(stage, num_micro_batches, num_micro_batches)
 
 
@@ -41,20 +34,11 @@ def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[Com
     """Orders one stage so that it holds at most ``num_stages - stage`` micro-batches.
 
     Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush),
-    ICML 2021. The step is as long as GPipe's, in three parts:
-
-    * Warm-up: stage s runs the forwards of as many micro-batches as there are stages from it to
-      the end, ``num_stages - s``; the last one runs one. By then the first gradient can be there.
-    * Steady state: one backward, then one forward. Each backward makes room for the next forward,
-      so the stage holds no more than after its warm-up.
-    * Cool-down: when no micro-batch is left to begin, the backwards of those in flight.
-
-    With two stages and four micro-batches::
+    ICML 2021. By the end of the warm-up the first gradient can be there::
 
         stage 0  F0 F1 .. .. BW0-- F2 BW1-- F3 BW2-- .. BW3--
                  warm-up     steady state      cool-down
         stage 1  .. F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3-- .. ..
-                    up steady state               cool-down
     """
     return _forward_and_back(stage, num_stages - stage, num_micro_batches)
 
@@ -62,10 +46,8 @@ def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[Com
 def eager_one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
     """Orders one stage as 1F1B, with more micro-batches ahead, for links that are not fast.
 
-    Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023
-    (eager-1F1B). Under 1F1B a gradient is wanted as soon as it can be there if messages take no
-    time. One more micro-batch in flight for each stage that follows leaves messages time to come
-    while others are computed, for the memory of up to ``2 * (num_stages - stage) - 1``::
+    Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023. One more
+    in flight for each stage that follows leaves messages time to come::
 
         stage 0  F0 F1 F2 .. .. BW0-- F3 BW1-- BW2-- BW3--
         stage 1  .. .. F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3--
@@ -86,10 +68,8 @@ def _forward_and_back(stage: int, in_flight: int, num_micro_batches: int) -> lis
 def zb_h1(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
     """Orders one stage as ZB-H1: 1F1B with weight gradients put off to fill the bubble.
 
-    Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. Nobody waits for a weight gradient,
-    so B goes to the stage before at once and W fills the time in which 1F1B waits at the end.
-    Stage s runs its weight gradients s micro-batches late, so that it holds at most
-    ``num_stages`` micro-batches::
+    Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. Stage s runs its weight gradients s
+    micro-batches late, so that it holds at most ``num_stages`` micro-batches::
 
         stage 0  F0 F1 .. B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
         stage 1  .. F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
@@ -113,17 +93,13 @@ def interleaved(
     """Orders one rank that owns the stages rank, rank + num_ranks, ....
 
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM", SC 2021. A rank with v smaller stages can begin v times earlier, which makes the
-    bubble v times smaller, at the price of v times the messages. Micro-batches pass through the
-    stages in groups, there of `num_ranks`; two ranks with the stages 0, 2 and 1, 3::
+    Megatron-LM", SC 2021. Micro-batches pass through the stages in groups, there of `num_ranks`,
+    here larger where that does not come out even; two ranks with the stages 0, 2 and 1, 3::
 
         rank 0  0F0 0F1 2F0 2F1 0F2 2BW0 0F3 2BW1 2F2 0BW0 2F3 0BW1 ...
-
-    Where that does not come out even, groups are larger; with fewer micro-batches than ranks,
-    those that are missing from the one group are left out. That keeps the order legal, since
-    micro-batches do not depend on each other.
     """
-    # Whole groups first, then without those that do not exist: an order with gaps stays legal.
+    # Whole groups first, then without those that do not exist: an order with gaps stays legal,
+    # since micro-batches do not depend on each other.
     padded = max(num_ranks, num_micro_batches)
     groups = _groups(padded, padded // num_ranks)
     forwards: list[Compute] = []
@@ -163,9 +139,8 @@ def zb_v(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Compute, ..
         rank 1  stage 1   stage 4
         rank 2  stage 2 > stage 3
 
-    No bubble but at the start and the end if F, B and W take equally long, with about the memory
-    of 1F1B. The order needs ``2 * num_ranks - 1`` micro-batches; it is made for that many at least
-    and loses those that do not exist.
+    The order needs ``2 * num_ranks - 1`` micro-batches; it is made for that many at least and
+    loses those that do not exist.
     """
     padded = max(2 * num_ranks - 1, num_micro_batches)
     stages = (rank, 2 * num_ranks - 1 - rank)

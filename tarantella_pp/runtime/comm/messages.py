@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from numpy.typing import NDArray
@@ -41,23 +41,21 @@ class Process:
             self.background.stop()
 
 
+@dataclass(eq=False, slots=True)
 class SendRequest:
     """A message on its way out; keeps its memory alive until MPI has read all of it."""
 
-    __slots__ = ("_channel", "_memory", "_requests", "dest", "label", "tag", "world_rank")
-
-    def __init__(self, channel: Channel, label: str, dest: int, tag: int, world_rank: int) -> None:
-        self.label = label
-        self.dest = dest
-        self.tag = tag
-        self.world_rank = world_rank
-        self._channel = channel
-        self._memory: list[Bytes] = []
-        self._requests: list[Any] = []
+    channel: Channel
+    label: str
+    dest: int
+    tag: int
+    world_rank: int
+    _memory: list[Bytes] = field(default_factory=list)
+    _requests: list[Any] = field(default_factory=list)
 
     def add(self, piece: Bytes) -> None:
         """Starts to send a piece."""
-        channel = self._channel
+        channel = self.channel
         self._memory.append(piece)
         self._requests.append(channel.comm.Isend((piece, channel.byte), self.dest, self.tag))
 
@@ -75,8 +73,8 @@ class SendRequest:
     def wait(self) -> None:
         """Waits until MPI has read all of it."""
         if not self.done():
-            self._channel.wait_sent(self)
-        self._channel.unsent()
+            self.channel.wait_sent(self)
+        self.channel.unsent()
 
     def __str__(self) -> str:
         return f"{self.label or 'a message'} to rank {self.world_rank} (tag {self.tag})"

@@ -133,24 +133,16 @@ class Limits:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class Waiter:
     """Waits for conditions that other ranks bring about."""
 
-    def __init__(
-        self,
-        rank: int,
-        limits: Limits,
-        between: Callable[[], object],
-        wakeup: Wakeup,
-        report: Callable[[], str],
-        where: Callable[[], str] = str,
-    ) -> None:
-        self._rank = rank
-        self._limits = limits
-        self._between = between
-        self._wakeup = wakeup
-        self._report = report
-        self._where = where
+    rank: int
+    limits: Limits
+    between: Callable[[], object]
+    wakeup: Wakeup
+    report: Callable[[], str]
+    where: Callable[[], str]
 
     def until(
         self,
@@ -168,10 +160,10 @@ class Waiter:
         """
         if done() or self._spin(done):
             return
-        near = all(map(self._wakeup.reaches, peers))
+        near = all(map(self.wakeup.reaches, peers))
         polls = 1 if near else NETWORK_POLLS
         share, longest = _RUNG_FOR if near and peers and rings else _NOT_RUNG_FOR
-        limits = self._limits if limited else Limits(0.0, 0.0)
+        limits = self.limits if limited else Limits(0.0, 0.0)
         start, warn, next_check = time.perf_counter(), limits.warn, _CHECK_SECONDS
         since = start  # of the last ring
         while not any(done() for _ in range(polls)):
@@ -182,19 +174,19 @@ class Waiter:
                 if check is not None:
                     check()
                 if 0 < warn <= waited:
-                    warn, where = 0.0, self._where()
+                    warn, where = 0.0, self.where()
                     _LOG.warning(
-                        "rank %d has waited %.0f s%s for %s", self._rank, waited, where, what()
+                        "rank %d has waited %.0f s%s for %s", self.rank, waited, where, what()
                     )
                 if 0 < limits.timeout <= waited:
                     self._give_up(what(), waited)
-            self._between()
-            if self._wakeup.sleep(min((now - since) * share, longest)):
+            self.between()
+            if self.wakeup.sleep(min((now - since) * share, longest)):
                 since = time.perf_counter()
 
     def _spin(self, done: Callable[[], bool]) -> bool:
         """Polls for a moment, as long as nobody else wants the core."""
-        seconds = _SPIN_SECONDS_SHARED if self._wakeup.crowded else _SPIN_SECONDS
+        seconds = _SPIN_SECONDS_SHARED if self.wakeup.crowded else _SPIN_SECONDS
         end = time.perf_counter() + seconds
         while (now := time.perf_counter()) < end:
             os.sched_yield()
@@ -207,6 +199,6 @@ class Waiter:
 
     def _give_up(self, what: str, waited: float) -> None:
         raise CommunicationError(
-            f"Rank {self._rank} waited {waited:.1f} s{self._where()} for {what} and gives up "
-            f"(TNT_TIMEOUT={self._limits.timeout:g}; 0 waits for ever).\n{self._report()}"
+            f"Rank {self.rank} waited {waited:.1f} s{self.where()} for {what} and gives up "
+            f"(TNT_TIMEOUT={self.limits.timeout:g}; 0 waits for ever).\n{self.report()}"
         )

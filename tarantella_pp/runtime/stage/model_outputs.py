@@ -67,11 +67,6 @@ def as_made(value: tf.Tensor, tensor: int, activations: Mapping[int, Activation]
     return activations[tensor](value) if tensor in activations else value
 
 
-def output_spec(extracted: ExtractedModel, tensor: stage_boundary.BoundaryTensor) -> tf.TensorSpec:
-    """What an output of a model, or its mask, looks like for any number of samples."""
-    return tf.TensorSpec(*stage_boundary.shape_and_dtype(extracted.graph, tensor))
-
-
 def pack_outputs(
     extracted: ExtractedModel, boundary: stage_boundary.StageBoundary, results: Sequence[tf.Tensor]
 ) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -62,21 +62,12 @@ class StepCounter:
 
 def read_with(read: Callable[[Any], Array]) -> contextlib.AbstractContextManager[None]:
     """Lets stale variables be read, one at a time, from where their true value is."""
-    return _meanwhile(_reader, read)
+    return state.meanwhile(_reader, read)
 
 
 def only_own_assigned() -> contextlib.AbstractContextManager[None]:
     """Ignores assignments to other ranks' variables: these ranks assign the same."""
-    return _meanwhile(_only_own, True)
-
-
-@contextlib.contextmanager
-def _meanwhile(setting: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
-    before = setting.set(value)
-    try:
-        yield
-    finally:
-        setting.reset(before)
+    return state.meanwhile(_only_own, True)
 
 
 _only_own = contextvars.ContextVar("_only_own", default=False)

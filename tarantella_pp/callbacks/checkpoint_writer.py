@@ -225,7 +225,6 @@ def _give_way() -> None:
 
 
 def _value(given: Any, *, copy: bool = True) -> np.ndarray[Any, Any]:
-    """The value of a variable or an array."""
     if isinstance(given, np.ndarray):
         return given.copy() if copy else given
     return buffer_of(given)  # TensorFlow copies it when the next step changes the variable

@@ -105,7 +105,6 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    """Makes the model of a checkpoint in this process, and saves it as plain Keras does."""
     if not arguments.output.endswith(_ENDINGS):
         raise ConfigurationError(
             f"Expected a file that ends in {' or '.join(_ENDINGS)}. Received: {arguments.output!r}"

@@ -179,7 +179,6 @@ def _of_versions(package: str, found: Sequence[HostFacts]) -> Iterator[str]:
 
 
 def _table_of_hosts(found: Sequence[HostFacts]) -> Any:
-    """A row for each host: its name, versions, cores, GPUs."""
     rows = []
     for host in found:
         versions = [host.versions.get(package) or "none" for package in VERSIONS]

@@ -128,7 +128,6 @@ def _config(file: str) -> dict[str, Any]:
 
 
 def _application(name: str) -> Any:
-    """Makes a model of `keras.applications`, without downloading weights."""
     with quiet_keras(f"keras.applications.{name}") as keras:
         found = vars(keras.applications).items()
         known = {key.lower(): made for key, made in found if key[0].isupper() and callable(made)}

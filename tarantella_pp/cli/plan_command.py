@@ -97,7 +97,6 @@ def _numbers(text: str) -> str | list[int]:
 
 
 def _limits(text: str) -> str | list[str]:
-    """Reads a limit, or one for each stage."""
     return text.split(",") if "," in text else text
 
 

@@ -60,9 +60,8 @@ def number_of(environ: Mapping[str, str], name: str) -> int | None:
     return int(text) if text.isdecimal() and int(text) else None
 
 
-def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
+def detect_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
     """Reads off the environment whether a launcher started this process, without touching MPI."""
-    environ = os.environ if environ is None else environ
     ours = environ.get(SIZE_VARIABLE, "")
     if ours.isdecimal():
         return Launch("tarantella", int(ours), SIZE_VARIABLE)

@@ -178,7 +178,6 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             layer.trainable = flag
 
     def _compile_like(self, model: keras.Model) -> None:
-        """Takes over optimizer, loss and metrics of the wrapped model."""
         model.reset_metrics()  # Keras' `fit` does not at first, of metrics that are not its own
         PipelineModel.compile.__wrapped__(self, **compiled_with(model))  # type: ignore[attr-defined]
 

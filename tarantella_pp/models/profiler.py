@@ -97,7 +97,6 @@ def profile(
 
 
 def _inputs(extracted: ExtractedModel, batch: Any) -> list[tf.Tensor]:
-    """One tensor for each input of the graph."""
     if not isinstance(batch, int):
         given = [tf.convert_to_tensor(x) for x in standardize_inputs(extracted.model, batch)]
     else:

@@ -186,7 +186,6 @@ class BatchStep:
         return self._exchange.joined(own, [share.counted_rows for share in self.batch.shares])
 
     def _targets_of(self, micro_batch: int) -> tuple[Any, Any]:
-        """Targets and sample weights of a micro-batch."""
         whole = (self.batch.y, self.batch.sample_weight)
         if self._targets is None:
             self._targets = [

@@ -221,7 +221,6 @@ class DataFeed:
     def _batch(
         self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any], signature: bytes
     ) -> Batch:
-        """This rank's part of a batch."""
         _, *structures = _described(signature)
         shares, y, weight = self._shares(rows), None, None
         if self._need.targets:

@@ -224,7 +224,6 @@ class Engine:
         self._exchanges = False
 
     def _step(self, batch: Batch, compiled: Compilation | None, *, training: bool) -> BatchStep:
-        """A step, with loss and metrics if compiled."""
         reports = compiled is not None and not self.shared_logs.reports_late
         stages = self.stages
         return BatchStep(

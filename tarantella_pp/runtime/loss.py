@@ -51,11 +51,7 @@ class BatchLoss:
     """
 
     def __init__(
-        self,
-        model: Any,
-        extracted: ExtractedModel,
-        boundary: StageBoundary,
-        kinds: Sequence[str] = (),
+        self, model: Any, extracted: ExtractedModel, boundary: StageBoundary, kinds: Sequence[str]
     ) -> None:
         self._kinds = kinds
         self._results = boundary.model_outputs

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import keras
@@ -56,6 +56,9 @@ from tarantella_pp.partition.graph.traced_costs import NodeCost
 _REMEDY = "Build it with keras.Model(inputs, outputs) or keras.Sequential([keras.Input(...), ...])."
 
 
+Readings: TypeAlias = "dict[Any, ExtractedModel]"
+
+
 @dataclass(frozen=True, slots=True)
 class ExtractedModel:
     """A model's graph, and all that running its nodes needs."""
@@ -69,7 +72,7 @@ class ExtractedModel:
     inputs_struct: Any
     outputs_struct: Any  # likewise for `graph.outputs`
     looked: Looked  # what is known of the insides of its calls
-    readings: dict[Any, ExtractedModel]  # of the same model, by level
+    readings: Readings  # of the same model, by level
 
     @property
     def kept_whole(self) -> dict[str, str]:
@@ -138,7 +141,7 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
     """
     if isinstance(model, ExtractedModel):
         return model
-    readings: dict[Any, ExtractedModel] = {}
+    readings: Readings = {}
     network = _supported_network(model)
     try:
         build_late(model, inputs_struct(network))
@@ -159,11 +162,7 @@ class _Reader:
     """
 
     def __init__(
-        self,
-        model: Any,
-        looked: Looked,
-        limits: LargestPart | None,
-        readings: dict[Any, ExtractedModel],
+        self, model: Any, looked: Looked, limits: LargestPart | None, readings: Readings
     ) -> None:
         """A reader opens what is larger than the limits."""
         self._model, self._looked, self._limits = model, looked, limits
@@ -236,15 +235,10 @@ class _Reader:
         return tensor.id
 
     def _add_tensors(
-        self,
-        name: str,
-        made: Sequence[SeenTensor],
-        layer: Any,
-        reads: Iterable[int],
-        variables: Any,
+        self, name: str, made: Sequence[SeenTensor], layer: Any, reads: Iterable[int], weights: Any
     ) -> tuple[int, ...]:
-        """Adds what a call makes; gradients flow back to trained variables, from numbers only."""
-        upstream = any(v.trainable for v in variables)
+        """Adds what a call makes; gradients flow back to trained weights, from numbers only."""
+        upstream = any(weight.trainable for weight in weights)
         upstream |= any(self._seen[t].has_gradient for t in reads)
         upstream &= type(layer).__name__ != "StopGradient"
         found = []
@@ -323,7 +317,6 @@ class _Reader:
         return outputs
 
     def _parts_wanted(self, node: Any, inside: LayerInside, path: str) -> int:
-        """How many parts a layer is to be cut into."""
         limits, layer = self._limits, node.operation
         if limits is None or not parted.can_be_cut(layer, node.arguments):
             return 1

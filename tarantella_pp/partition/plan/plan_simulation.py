@@ -41,7 +41,6 @@ def planned_step(plan: PlanData) -> StepTimeline:
 
 
 def _as_planned(plan: PlanData, num_micro_batches: int) -> PlanSimulation:
-    """A plan with its own schedule on its machine."""
     # Plans from before they named a machine are played on any, with messages that take no time.
     machine = plan.machine or HardwareSpec(bandwidth=None, latency=0.0)
     return PlanSimulation(plan, machine, plan.schedule, num_micro_batches)

@@ -107,20 +107,13 @@ class Communicator(Channel):
         return self.start(steps, label)
 
     def start_reduce_scatter(
-        self,
-        array: _Array,
-        counts: Sequence[int],
-        op: str = "sum",
-        *,
-        sent_as: Any = None,
-        tag: int = 0,
-        label: str = "",
+        self, array: _Array, counts: Sequence[int], *, sent_as: Any, tag: int = 0, label: str = ""
     ) -> CollectiveRequest[_Array]:
-        """Starts to combine arrays, and leaves each rank its part, the same bits."""
+        """Starts to add up arrays, and leaves each rank its part, the same bits."""
         if self.size == 1:
             return finished(array.reshape(-1))
         first = self._tag_of_collective(tag)
-        steps = collectives.reduce_scatter(self, array, counts, op, sent_as, first, label)
+        steps = collectives.reduce_scatter(self, array, counts, sent_as, first, label)
         return self.start(steps, label)
 
     def start_allgather(

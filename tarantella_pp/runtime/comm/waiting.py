@@ -125,9 +125,8 @@ class Limits:
     timeout: float = 1800.0  # seconds until a wait ends the run; 0 for never
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Limits:
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Limits:
         """Reads the limits from `TNT_WARN` and `TNT_TIMEOUT`."""
-        environ = os.environ if environ is None else environ
         return cls(
             seconds_from(environ, "TNT_WARN", 60.0), seconds_from(environ, "TNT_TIMEOUT", 1800.0)
         )

@@ -245,9 +245,7 @@ def _key(micro_batch: int) -> tf.Tensor:
     return tf.constant(micro_batch, tf.int64)
 
 
-@functools.cache
-def _flag(value: bool) -> tf.Tensor:
-    return tf.constant(value)
+_flag = functools.cache(tf.constant)
 
 
 def _bytes_of(tensors: Sequence[tf.Tensor]) -> int | None:

@@ -1,12 +1,10 @@
 """A job in which nothing goes wrong."""
 
 import os
-import pathlib
-from collections.abc import Callable
 
 import pytest
 
-from tests.helpers.jobs import PYTHONS, Job, mpiexec, tarantella
+from tests.helpers.jobs import PYTHONS, mpiexec, tarantella
 
 pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
 
@@ -27,50 +25,41 @@ STALE = {
     ("start", "environment"),
     [(["run", "-np", "2", "hello.py"], STALE), (["-n", "2", "--", "-m", "hello"], {})],
 )  # fmt: skip
-def test_the_script_gets_its_arguments_and_one_rank_prints(
-    python: str, start: list[str], environment: dict[str, str]
-) -> None:
-    with tarantella(python, *start, "-n", "7", "--", "x y", **environment) as job:
-        result = job.result()
-        assert not job.processes()
-    assert result.code == 0, result.stderr
+def test_the_script_gets_its_arguments_and_one_rank_prints(python, start, environment):
+    result = tarantella(python, *start, "-n", "7", "--", "x y", **environment).ends(0)
     first, second, _ = result.stdout.splitlines()
     assert first == "hello 1 2 -n 7 -- x y"
     assert second == "main __main__ scripts hello.py"
     assert sorted(result.stderr.splitlines()) == ["warning of rank 0", "warning of rank 1"]
 
 
-def test_info_of_native_code_is_left_out_and_all_else_shown(
-    python: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_info_of_native_code_is_left_out_and_all_else_shown(python, monkeypatch):
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
-    with tarantella(python, "-n", "2", "native_log.py") as job:
-        shown = job.result().stderr
-    with tarantella(python, "-n", "2", "native_log.py", TF_CPP_MIN_LOG_LEVEL="0") as job:
-        everything = job.result().stderr
+    job = [python, "-n", "2", "native_log.py"]
+    shown = tarantella(*job).ends(0).stderr
+    everything = tarantella(*job, TF_CPP_MIN_LOG_LEVEL="0").ends(0).stderr
     expected = {"oneDNN": 0, "InitializeLog": 0, "W0000": 2, "bar 1": 2, "end": 2}
     for text, times in expected.items():
         assert shown.count(text) == times
         assert everything.count(text) == 2
 
 
-def test_all_ranks_of_a_hostfile_print_when_asked(python: str, tmp_path: pathlib.Path) -> None:
+def test_all_ranks_of_a_hostfile_print_when_asked(python, tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text(f"# this machine only\n{os.uname().nodename}:3\n")
-    with tarantella(python, "--hostfile", str(hosts), "--output-on-all-devices", "hello.py") as job:
-        lines = job.result().stdout.splitlines()
+    job = tarantella(python, "--hostfile", str(hosts), "--output-on-all-devices", "hello.py")
+    lines = job.ends(0).stdout.splitlines()
     for rank in range(3):
         assert len([line for line in lines if line.endswith(f"hello {rank} 3")]) == 1
     assert not [line for line in lines if line.startswith("hello")]  # the rank comes first
 
 
-def test_options_reach_the_ranks_which_all_log_when_asked(python: str) -> None:
+def test_options_reach_the_ranks_which_all_log_when_asked(python):
     options = [*("-x", "A=1", "-x", "GREETING=hi there", "-x", "B="), "--threads", "3", "-n", "2"]
     options += ["--no-gpu", "--log-level=INFO"]
     options += ["--python-interpreter", f"env C=4 {python} -O"]
     for more, infos in (([], [0]), (["--log-on-all-devices"], [0, 1])):
-        with tarantella(python, *options, *more, "told.py") as job:
-            result = job.result()
+        result = tarantella(python, *options, *more, "told.py").ends(0)
         assert result.stdout.splitlines() == ["threads 3, 1 'hi there' '' '4', gpu -1, -O 1"]
         assert result.stderr.count("warning told") == 2
         lines = sorted(line for line in result.stderr.splitlines() if "info told" in line)
@@ -78,9 +67,7 @@ def test_options_reach_the_ranks_which_all_log_when_asked(python: str) -> None:
 
 
 @pytest.mark.parametrize("start", [tarantella, mpiexec])
-def test_each_rank_takes_a_gpu(
-    python: str, start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_takes_a_gpu(python, start, monkeypatch):
     """Without the launcher, when ranks meet."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
     given = ["-n", "2", "--output-on-all-devices"] if start is tarantella else [2]

@@ -86,6 +86,16 @@ class Job:
         seconds = time.monotonic() - self._start
         return Result(self._process.returncode, stdout, self._seen + stderr, seconds)
 
+    def ends(self, code: int, *said: str) -> Result:
+        """Waits for the end, and checks what is said then; no process may be left."""
+        with self:
+            result = self.result()
+            assert not self.processes()
+        assert result.code == code, result.stderr
+        for text in said:
+            assert text in result.stderr
+        return result
+
     def processes(self) -> list[psutil.Process]:
         """Returns the processes of the job that still run."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]

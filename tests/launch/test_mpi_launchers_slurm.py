@@ -36,12 +36,8 @@ def allocation(python: str, calls: pathlib.Path, **more: str) -> dict[str, str]:
 def test_tasks_and_cores_are_those_of_the_allocation(python, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     calls = tmp_path / "calls"
-    with tarantella(
-        python, "--mpi", "slurm", "--", "hello.py", "a", **allocation(python, calls)
-    ) as job:
-        result = job.result()
-        assert not job.processes()
-    assert result.code == 0, result.stderr
+    given = allocation(python, calls)
+    result = tarantella(python, "--mpi", "slurm", "--", "hello.py", "a", **given).ends(0)
     assert result.stdout.splitlines()[::2] == ["hello 1 2 a", "threads 3 "]
     told = calls.read_text()
     assert re.match("SLURM_MPI_TYPE=pm(i2|ix) --ntasks=2 --kill-on-bad-exit=1 --export=ALL ", told)
@@ -68,14 +64,9 @@ OWN_STEP = {
 def test_a_step_begins_beside_that_of_the_shell_and_a_rank_that_fails_is_named(python, tmp_path):
     """srun would wait for the shell to end, or bind all ranks to its cores."""
     given = allocation(python, tmp_path / "calls", **OWN_STEP)
-    with tarantella(
-        python, "-n", "2", "--mpi=slurm", "--", "fault.py", "_exit5", "recv", **given
-    ) as job:
-        result = job.result()
-        assert not job.processes()
-    assert result.code == 5, result.stderr
-    assert "tarantella: rank 1 of 2 on host " in result.stderr
-    assert "failed first: its process ended with exit code 5" in result.stderr
+    job = tarantella(python, "-n", "2", "--mpi=slurm", "--", "fault.py", "_exit5", "recv", **given)
+    cause = "failed first: its process ended with exit code 5"
+    job.ends(5, "tarantella: rank 1 of 2 on host ", cause)
 
 
 def signal_tasks(job: Job) -> None:
@@ -106,9 +97,6 @@ def test_preempted_tasks_end_with_75_and_the_script_of_the_examples_puts_them_ba
     with Job("bash", str(SBATCH), "stopped.py", **given) as job:
         job.wait_until_ready()
         signal_tasks(job)
-        result = job.result()
-        assert not job.processes()
-    assert result.code == 75, result.stderr
+        result = job.ends(75, "tarantella: the job was stopped by SIGTERM")
     assert (tmp_path / "queue").read_text() == "requeue 7\n"
-    assert "tarantella: the job was stopped by SIGTERM" in result.stderr
     assert "failed first" not in result.stderr

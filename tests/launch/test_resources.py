@@ -71,9 +71,7 @@ def test_a_rank_takes_its_share_of_the_host_it_is_on(
 @pytest.mark.skipif(CORES < 2, reason="needs two cores")
 @pytest.mark.parametrize("python", PYTHONS)
 def test_ranks_of_a_job_run_on_cores_of_their_own(python):
-    with tarantella(python, "-n", "2", "--threads", str(CORES // 2), "cores.py") as job:
-        result = job.result()
-    assert result.code == 0, result.stderr
+    result = tarantella(python, "-n", "2", "--threads", str(CORES // 2), "cores.py").ends(0)
     ranks = [set(map(int, line.split())) for line in result.stdout.splitlines()]
     assert len(ranks) == 2
     assert ranks[0].isdisjoint(ranks[1])

@@ -6,9 +6,8 @@ import keras
 import numpy as np
 import pytest
 
+import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, TarantellaError
-from tarantella_pp.models.data_parallel_model import Model, Sequential
-from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers import training
 from tests.helpers.mpi import mpi_run
@@ -21,7 +20,7 @@ pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 def test_one_process_trains_as_plain_keras():
     keras.utils.set_random_seed(1)
     case = CASES["mlp, evenly"]
-    model = Model(case.build())
+    model = tnt.Model(case.build())
     model.compile(**case.compiled())
     assert model.plan.num_stages == 1
     assert distance(serial("mlp, evenly"), fitted(model, case)) < 1e-13
@@ -29,12 +28,12 @@ def test_one_process_trains_as_plain_keras():
 
 def test_layers_make_a_model():
     layers = [keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)]
-    model = Sequential(layers, name="stack", num_micro_batches=2)
+    model = tnt.Sequential(layers, name="stack", num_micro_batches=2)
     assert model.name == "stack"
     assert model.output_shape == (None, 2)
     assert model.plan.num_micro_batches == 2
-    assert type(Sequential.from_config(model.get_config())) is keras.Sequential
-    model = Sequential([keras.layers.Dense(4)], inputs=keras.Input((3,)))
+    assert type(tnt.Sequential.from_config(model.get_config())) is keras.Sequential
+    model = tnt.Sequential([keras.layers.Dense(4)], inputs=keras.Input((3,)))
     assert model.output_shape == (None, 4)
     assert isinstance(model.get_config()["layers"], list)
 
@@ -69,7 +68,7 @@ TARGETS = {"p": Y, "q": Y[:, :1]}
 
 
 def with_inputs(model, **options):
-    return Model(model, inputs={"a": keras.Input(X.shape[1:], name="a")}, **options)
+    return tnt.Model(model, inputs={"a": keras.Input(X.shape[1:], name="a")}, **options)
 
 
 def residual(wrap, rate=0.0):
@@ -114,7 +113,7 @@ def train_subclassed(folder):
         model.get_weights()
     model.save(f"{folder}/m.keras")
     saved = keras.saving.load_model(f"{folder}/m.keras", custom_objects={"Residual": Residual})
-    again = Model(saved)
+    again = tnt.Model(saved)
     found["on"] = [random_numbers_of(m)["fit"] for m in (model, again)]
     found["random"] = random_numbers_of(residual(lambda model: with_inputs(model), rate=0.4))
     return json.loads(json.dumps(found))
@@ -143,10 +142,10 @@ class Eager(keras.Model):
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [
-        (lambda: Model(Eager(), inputs=keras.Input((2,))), r"'eager\w*' cannot be called with"),
-        (lambda: Model(mlp(), inputs=keras.Input((2,))), "knows its inputs"),
-        (lambda: Model(Eager()), r"tnt\.Model\(model, inputs=keras\.Input"),
-        (lambda: Sequential([keras.layers.Dense(4)]), r"Begin it with a keras\.Input"),
+        (lambda: tnt.Model(Eager(), inputs=keras.Input((2,))), r"'eager\w*' cannot be called with"),
+        (lambda: tnt.Model(mlp(), inputs=keras.Input((2,))), "knows its inputs"),
+        (lambda: tnt.Model(Eager()), r"tnt\.Model\(model, inputs=keras\.Input"),
+        (lambda: tnt.Sequential([keras.layers.Dense(4)]), r"Begin it with a keras\.Input"),
     ],
 )
 def test_what_is_refused_says_why(wrap, message):
@@ -165,14 +164,14 @@ def test_what_is_refused_says_why(wrap, message):
 )
 def test_options_that_there_are_not(method, option, message):
     with pytest.raises(TypeError, match=rf"Model.{method}\(\) .*{message}"):
-        getattr(Model(mlp()), method)("m.keras" if method == "save" else X, **{option: 8})
+        getattr(tnt.Model(mlp()), method)("m.keras" if method == "save" else X, **{option: 8})
     with pytest.raises(TypeError, match=r"Model has no option 'num_pipeline_stages'.*num_mi"):
-        Model(mlp(), num_pipeline_stages=2)
+        tnt.Model(mlp(), num_pipeline_stages=2)
 
 
 def test_compiled_models_stay_compiled_and_a_plan_of_several_stages_is_refused():
     plain = residual(lambda model: model)
     assert with_inputs(plain).optimizer is plain.optimizer
-    assert Model(mlp(), plan=make_plan(mlp(), 1)).plan.num_stages == 1
+    assert tnt.Model(mlp(), plan=tnt.make_plan(mlp(), 1)).plan.num_stages == 1
     with pytest.raises(ConfigurationError, match="a plan of 2 stages"):
-        Model(mlp(), plan=make_plan(mlp(), 2))
+        tnt.Model(mlp(), plan=tnt.make_plan(mlp(), 2))

@@ -10,15 +10,14 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+import tarantella_pp as tnt
 from tarantella_pp import demo
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models import agreed_plan
 from tarantella_pp.models.make_plan import ACCELERATOR, CORE, default_machine, make_plan
-from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.options import PlanOptions
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machines
 from tarantella_pp.partition.plan.page import render_html
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, planned_step
 from tarantella_pp.partition.profile import NodeProfile, Profile
@@ -27,7 +26,7 @@ from tests.zoo import models
 pytestmark = pytest.mark.keras
 
 # So slow that a micro-batch of the towers takes some milliseconds.
-SLOW = HardwareSpec(flops_per_second=1e9, action_seconds=3e-4)
+SLOW = tnt.HardwareSpec(flops_per_second=1e9, action_seconds=3e-4)
 
 
 def tower(depth, width=64, activation="relu"):
@@ -61,13 +60,13 @@ def test_the_fastest_number_of_micro_batches_is_chosen(num_stages, batch_size):
 def test_each_micro_batch_costs_time_of_its_own():
     few, more, most = (
         make_plan(
-            tower(8), 4, batch_size=256, machine=HardwareSpec(1e9, action_seconds=overhead)
+            tower(8), 4, batch_size=256, machine=tnt.HardwareSpec(1e9, action_seconds=overhead)
         ).num_micro_batches
         for overhead in (1.0, 1e-3, 0.0)
     )
     assert few < more < most
     weights = make_plan(
-        tower(8), 4, batch_size=256, machine=HardwareSpec(1e9, memory_bandwidth=1e7)
+        tower(8), 4, batch_size=256, machine=tnt.HardwareSpec(1e9, memory_bandwidth=1e7)
     )
     assert weights.num_micro_batches < most
 
@@ -79,7 +78,7 @@ def test_micro_batches_of_one_size_are_preferred(batch_size):
 
 
 def test_batch_normalization_sees_some_samples():
-    machine = HardwareSpec(1e6, action_seconds=0.0)
+    machine = tnt.HardwareSpec(1e6, action_seconds=0.0)
     assert make_plan(models.batch_norm_cnn(), 2, machine=machine).micro_batch_size == 4
     assert make_plan(tower(4), 2, machine=machine).micro_batch_size == 1
 
@@ -123,7 +122,7 @@ def test_under_a_limit_stages_recompute_where_less_memory_by_other_stages_is_slo
 
 def test_under_a_limit_ranks_may_hold_less_of_two_stages():
     model = tower(16, activation="gelu")
-    machine = HardwareSpec(1e9, action_seconds=0.0)
+    machine = tnt.HardwareSpec(1e9, action_seconds=0.0)
     given = {"batch_size": 2048, "num_micro_batches": 8, "machine": machine, "recompute": "none"}
     open_stages = {**given, "num_ranks": 4, "num_replicas": 1}
     needed = largest(make_plan(model, 4, **given))
@@ -170,7 +169,7 @@ def test_ranks_are_shared_among_stages_and_replicas():
     shapes = [make_plan(model, n, num_ranks=8, **given) for n in (1, 2, 4, 8)]
     assert [(p.num_stages, p.num_replicas) for p in shapes] == [(1, 8), (2, 4), (4, 2), (8, 1)]
     assert seconds(plan) == min(map(seconds, shapes))
-    slow_links = HardwareSpec(1e9, bandwidth=1e4)  # too slow to sum gradients over replicas
+    slow_links = tnt.HardwareSpec(1e9, bandwidth=1e4)  # too slow to sum gradients over replicas
     assert make_plan(model, num_ranks=4, batch_size=256, machine=slow_links).num_replicas < 4
     limit = int(0.4 * largest(shapes[0]))
     assert make_plan(model, num_ranks=8, **given, memory_limit=limit).num_stages > 1
@@ -180,7 +179,7 @@ def test_over_a_slow_link_more_micro_batches_are_in_flight_where_that_is_worthwh
     model = tower(8, width=256)
 
     def made(bandwidth, **options):
-        machine = HardwareSpec(1e9, bandwidth=bandwidth, split_factor=1.5)  # zb-h1 is no match
+        machine = tnt.HardwareSpec(1e9, bandwidth=bandwidth, split_factor=1.5)  # zb-h1 is no match
         given = {"batch_size": 64, "num_micro_batches": 8, "balance": "flops"}
         return make_plan(model, 2, machine=machine, **{**given, **options})
 
@@ -305,8 +304,8 @@ def test_buckets_are_of_the_threshold():
 @pytest.mark.parametrize(
     ("name", "machine"),
     [
-        ("NVIDIA A100-SXM4-80GB", machines["a100"]),
-        ("Tesla P40", machines["p40"]),
+        ("NVIDIA A100-SXM4-80GB", tnt.machines["a100"]),
+        ("Tesla P40", tnt.machines["p40"]),
         ("NVIDIA RTX A1000", ACCELERATOR),
         ("Quadro P4000", ACCELERATOR),
     ],
@@ -324,7 +323,7 @@ LARGE = {"num_stages": 2, "num_micro_batches": 2, "batch_size": 4096, "schedule"
 
 def planned(monkeypatch, memory, **options):
     monkeypatch.setattr(agreed_plan, "memory_of_each_rank", lambda *_: memory)
-    return PipelineModel(models.causal_attention(), **LARGE, **options).plan
+    return tnt.PipelineModel(models.causal_attention(), **LARGE, **options).plan
 
 
 def needed(plan):

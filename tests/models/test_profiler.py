@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.models.make_plan import make_plan
-from tarantella_pp.models.profiler import profile
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.placeholders import SAMPLES
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.profile import NodeProfile, Profile
 from tests.zoo import models
@@ -50,7 +48,7 @@ def test_every_operation_is_measured_and_the_model_stays_as_it_was():
     model = models.two_in_two_out()
     data = models.batch(model)
     before = [v.numpy() for v in model.variables]
-    found = profile(model, data, repeats=1, verbose=False)
+    found = tnt.profile(model, data, repeats=1, verbose=False)
     graph = extract(model).graph
     assert [node.name for node in found.nodes] == [node.name for node in graph.nodes]
     assert found.rows == (1, 4)
@@ -60,17 +58,17 @@ def test_every_operation_is_measured_and_the_model_stays_as_it_was():
 
 def test_a_profile_is_kept_and_taken_from_a_file(tmp_path, monkeypatch):
     model, path = tower(), tmp_path / "profile.json"
-    first = profile(model, 6, repeats=1, cache=path, verbose=False)
-    assert profile(model, 6, verbose=False) is first
+    first = tnt.profile(model, 6, repeats=1, cache=path, verbose=False)
+    assert tnt.profile(model, 6, verbose=False) is first
     assert Profile.load(path) == first
     monkeypatch.setattr("tarantella_pp.models.profiler._KNOWN", {})
-    assert profile(model, 6, repeats=1, cache=path, verbose=False) == first
-    other = profile(model, 7, repeats=1, cache=path, verbose=False)
+    assert tnt.profile(model, 6, repeats=1, cache=path, verbose=False) == first
+    other = tnt.profile(model, 7, repeats=1, cache=path, verbose=False)
     assert other.rows == (1, 7)
     assert Profile.load(path) == other
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(PlanError, match=r"bad\.json: This is no valid profile"):
-        profile(model, 9, cache=tmp_path / "bad.json", verbose=False)
+        tnt.profile(model, 9, cache=tmp_path / "bad.json", verbose=False)
 
 
 def test_layers_that_are_guessed_are_measured():
@@ -78,9 +76,9 @@ def test_layers_that_are_guessed_are_measured():
     for _ in range(4):
         x = Mixer()(layers.Dense(32)(x))
     model = keras.Model(inputs, x)
-    found = profile(model, 8, repeats=1, verbose=False)
-    guessed = make_plan(model, 2, num_micro_batches=4)
-    plan = make_plan(model, 2, num_micro_batches=4, profile=found)
+    found = tnt.profile(model, 8, repeats=1, verbose=False)
+    guessed = tnt.make_plan(model, 2, num_micro_batches=4)
+    plan = tnt.make_plan(model, 2, num_micro_batches=4, profile=found)
     assert guessed.estimated == ("Mixer",)
     assert plan.estimated == ()
     tensor = 8 * 32 * 4
@@ -93,16 +91,16 @@ def test_time_is_balanced_and_simulated_as_measured():
     found = made_up(
         model, [5e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3], [5e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3]
     )
-    plan = make_plan(model, 2, num_micro_batches=4, balance="time", profile=found)
+    plan = tnt.make_plan(model, 2, num_micro_batches=4, balance="time", profile=found)
     assert plan.assignment == (0, 1, 1, 1, 1, 1)
     assert plan.certificate.optimal
     assert plan.certificate.value == pytest.approx(10e-3)
     assert [stage.seconds for stage in plan.stages] == pytest.approx([10e-3, 10e-3])
     assert "largest stage 0.01 s per micro-batch" in " ".join(str(plan).split())
-    step = PlanSimulation(plan, HardwareSpec(bandwidth=1e30, latency=0.0), "1f1b", 4).step()
+    step = PlanSimulation(plan, tnt.HardwareSpec(bandwidth=1e30, latency=0.0), "1f1b", 4).step()
     assert step.step_seconds == pytest.approx((4 + 1) * 10e-3)
     assert type(plan).from_json(plan.to_json()) == plan
-    repeated = make_plan(
+    repeated = tnt.make_plan(
         model, 2, num_micro_batches=4, balance="time", profile=found, recompute="all"
     )
     assert repeated.certificate.value == pytest.approx((10 + 5) * 1e-3)
@@ -139,10 +137,10 @@ def test_broken_profiles_are_refused(tmp_path, change, message):
 def test_what_cannot_work_is_refused():
     found = made_up(tower(3), [1.0] * 3, [1.0] * 3)
     with pytest.raises(PlanError, match="profile of another model, 'tower' with 3 operations"):
-        make_plan(tower(4), 2, profile=found)
+        tnt.make_plan(tower(4), 2, profile=found)
     with pytest.raises(ConfigurationError, match="batch=0"):
-        profile(tower(), 0)
+        tnt.profile(tower(), 0)
     with pytest.raises(ConfigurationError, match="repeats=0"):
-        profile(tower(), 1, repeats=0)
+        tnt.profile(tower(), 1, repeats=0)
     with pytest.raises(PlanError, match=r"Cannot read the profile 'no\.json'"):
         Profile.load("no.json")

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from keras import layers
 
+import tarantella_pp as tnt
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.options import PlanOptions
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.plan_search import PlanSearch, choose_plan
 from tarantella_pp.partition.planner import Planner
@@ -42,7 +41,7 @@ def planner():
     x = inputs = keras.Input((24,))
     for width in (64, 8, 48, 96, 16, 24, 80, 32, 8, 64, 40, 24):
         x = layers.Dense(width, activation="relu")(x)
-    return Planner.of(keras.Model(inputs, layers.Add()([x, inputs])), machine=HardwareSpec())
+    return Planner.of(keras.Model(inputs, layers.Add()([x, inputs])), machine=tnt.HardwareSpec())
 
 
 def plan_of(spec, micro_batches, **given):
@@ -78,7 +77,7 @@ def test_a_plan_says_what_the_simulator_says(spec, micro_batches, balance, recom
     schedule = lower(schedule, plan.links, plan.gradient_links)
     validate(schedule, held)
     assert held == [schedule.in_flight(stage) for stage in range(plan.num_stages)]
-    simulation = PlanSimulation(plan, HardwareSpec(), plan.schedule, micro_batches)
+    simulation = PlanSimulation(plan, tnt.HardwareSpec(), plan.schedule, micro_batches)
     timeline = simulate(schedule, simulation.costs())
     shown = simulation.step()
     if spec.name == SEARCHED:  # what runs till then is a schedule that the search begins with
@@ -97,10 +96,10 @@ def test_a_plan_says_what_the_simulator_says(spec, micro_batches, balance, recom
 def test_messages_count_as_they_travel():
     spec = ScheduleSpec.of("1f1b", 3)
     wide, narrow = (plan_of(spec, 6, wire_dtype=dtype) for dtype in (None, "bfloat16"))
-    assert narrow == Plan.from_json(narrow.to_json())
+    assert narrow == tnt.Plan.from_json(narrow.to_json())
     assert "sent as bfloat16" in str(narrow)
     assert "bfloat16" not in str(wide)
-    machine = HardwareSpec(bandwidth=1e6, latency=0.0)
+    machine = tnt.HardwareSpec(bandwidth=1e6, latency=0.0)
     of_own = msgspec.structs.replace(wide, wire_dtype="bfloat16")  # the same stages
     slow, fast = (PlanSimulation(plan, machine, "1f1b", 6).costs() for plan in (wide, of_own))
     for pair, link in slow.links.items():
@@ -116,7 +115,7 @@ def test_messages_count_as_they_travel():
 )
 def test_no_step_is_below_its_bound(spec, micro_batches, recompute, split_factor):
     """Else a plan could be ruled out that is the fastest."""
-    machine = HardwareSpec(
+    machine = tnt.HardwareSpec(
         action_seconds=1e-6, split_factor=split_factor, bandwidth=None, latency=0.0
     )
     asked = PlanOptions(
@@ -141,7 +140,7 @@ def test_the_bubble_is_that_of_the_ranks_that_a_plan_is_for():
 def test_a_schedule_of_the_users_is_shown_on_its_ranks_alone():
     custom = replace(make_schedule("1f1b", 4, 2), name="mine")
     plan = plan_of(ScheduleSpec.of(custom, 4), 2)
-    simulation = PlanSimulation(plan, HardwareSpec(), plan.schedule, 2)
+    simulation = PlanSimulation(plan, tnt.HardwareSpec(), plan.schedule, 2)
     assert {point.num_ranks % 4 for point in simulation.curve(simulation.step())} == {0}
     assert simulation.step(1).num_ranks == 1
     with pytest.raises(ScheduleError, match="'mine' is one of 4 stages on 4 ranks"):

@@ -11,8 +11,6 @@ from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.best_stages import rank_totals
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.options import PlanOptions
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.schedule import ScheduleSpec
 from tests.zoo import models
@@ -48,7 +46,7 @@ def test_every_model_is_planned(build, balance):
     plan.check(graph)
     assert plan.certificate.optimal
     assert set(plan.assignment) == {0, 1}
-    assert Plan.from_json(plan.to_json()) == plan
+    assert tnt.Plan.from_json(plan.to_json()) == plan
 
 
 def options_of(**changes):
@@ -148,7 +146,7 @@ def test_unequal_devices_have_limits_of_their_own(balance):
     pairs = zip(plan.stages, limits, strict=True)
     assert all(stage.memory_bytes <= limit for stage, limit in pairs)
     assert plan.stages[0].nodes < even.stages[0].nodes
-    assert Plan.from_json(plan.to_json()) == plan
+    assert tnt.Plan.from_json(plan.to_json()) == plan
     assert f"Memory limit of the stages: {limits[0] / 1024:.1f} KiB, " in str(plan)
     one, two = (
         make_plan(model, 2, num_micro_batches=2, balance=balance, memory_limit=limit)
@@ -189,7 +187,7 @@ def test_tied_weights_are_kept_together_where_that_is_free_and_otherwise_priced(
     first, last = plan.stages
     assert first.optimizer_bytes - last.optimizer_bytes >= 2 * size - 6 * 64 * 65 * 8
     assert "Stages 0, 1 share " in str(plan)
-    assert Plan.from_json(plan.to_json()) == plan
+    assert tnt.Plan.from_json(plan.to_json()) == plan
     inputs = keras.Input((8,))
     twice = layers.Dense(8)
     x = layers.Dense(64)(twice(twice(inputs)))
@@ -200,7 +198,7 @@ def test_tied_weights_are_kept_together_where_that_is_free_and_otherwise_priced(
 
 def widening(**options):
     """A plan of layers of which the last is wider, for ranks with several stages."""
-    machine = HardwareSpec(6e10, action_seconds=3e-4)
+    machine = tnt.HardwareSpec(6e10, action_seconds=3e-4)
     given = {"num_micro_batches": 4, "balance": "flops", "machine": machine, **options}
     return tnt.make_plan(tower(64, 64, 64, 64, 64, 192), 4, **given)
 

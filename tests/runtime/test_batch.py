@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.runtime.batch import (
-    batch_shares,
-    describe,
-    micro_batch_sizes,
-    rebuild,
-    tensors_in,
-)
+from tarantella_pp.runtime import batch
 from tests.helpers.draws import examples
 
 pytestmark = pytest.mark.keras
@@ -22,7 +16,7 @@ pytestmark = pytest.mark.keras
 
 @given(st.integers(0, 200), st.integers(1, 64))
 def test_micro_batches_share_the_rows_evenly(rows, count):
-    sizes = micro_batch_sizes(rows, count)
+    sizes = batch.micro_batch_sizes(rows, count)
     assert sum(sizes) == rows
     assert len(sizes) == max(1, min(rows, count))
     assert max(sizes) - min(sizes) <= 1
@@ -43,9 +37,9 @@ NESTS = st.recursive(
 
 @given(NESTS)
 def test_structures_are_rebuilt(value):
-    description, leaves = describe(value)
-    assert len(tensors_in(description)) == len(leaves)
-    again, others = describe(rebuild(description, leaves))
+    description, leaves = batch.describe(value)
+    assert len(batch.tensors_in(description)) == len(leaves)
+    again, others = batch.describe(batch.rebuild(description, leaves))
     assert again == description
     assert all(a is b for a, b in zip(leaves, others, strict=True))
 
@@ -53,15 +47,15 @@ def test_structures_are_rebuilt(value):
 def test_what_cannot_travel_is_refused():
     for value in (3, "text", np.float32(1), [np.zeros((2,)), 5]):
         with pytest.raises(UnsupportedModelError, match="batch dimension"):
-            describe(value)
+            batch.describe(value)
 
 
 @examples(200)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
 def test_shares_put_together_are_the_batch_of_one_pipeline(rows, micro_batches, replicas):
-    shares = batch_shares(rows, micro_batches, replicas)
+    shares = batch.batch_shares(rows, micro_batches, replicas)
     assert len(shares) == replicas
-    sizes = micro_batch_sizes(rows, micro_batches * replicas)
+    sizes = batch.micro_batch_sizes(rows, micro_batches * replicas)
     counted = [share.own_sizes for share in shares if not share.is_spare]
     assert [size for own in counted for size in own] == list(sizes)
     places = [share.own_rows for share in shares if not share.is_spare]
@@ -75,7 +69,7 @@ def test_shares_put_together_are_the_batch_of_one_pipeline(rows, micro_batches, 
 
 
 def test_a_replica_without_samples_runs_the_first_one():
-    first, second = batch_shares(1, 4, 2)
+    first, second = batch.batch_shares(1, 4, 2)
     assert (first.own_sizes, first.own_rows, first.counted_rows) == ((1,), slice(0, 1), 1)
     assert second.is_spare
     assert (second.own_sizes, second.own_rows, second.counted_rows) == ((1,), slice(0, 1), 0)

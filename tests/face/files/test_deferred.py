@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from keras import layers
 
+import tarantella_pp as tnt
 from tarantella_pp.errors import StaleWeightError
-from tarantella_pp.models.deferred_init import deferred_init
-from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers.files import error_of, held_bytes
 from tests.helpers.mpi import mpi_run
@@ -61,11 +60,11 @@ def trained(name, wrap):
 
 def piped(model, **options):
     options = {"num_stages": 2, "num_micro_batches": 2, "balance": "memory", **options}
-    return PipelineModel(model, **options)
+    return tnt.PipelineModel(model, **options)
 
 
 def in_scope(build):
-    with deferred_init():
+    with tnt.deferred_init():
         model = build()
     return piped(model)
 
@@ -200,7 +199,7 @@ def test_what_cannot_be_deferred_is_refused():
 
 
 def test_a_weight_without_a_value_is_not_read(tmp_path):
-    with deferred_init():
+    with tnt.deferred_init():
         model = dropout()
     with pytest.raises(StaleWeightError, match="deferred_init"):
         model.get_weights()

@@ -13,7 +13,6 @@ from keras import layers
 import tarantella_pp as tnt
 from tarantella_pp import files
 from tarantella_pp.errors import ConfigurationError, FileError
-from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.helpers.files import contents, full_disk
 from tests.helpers.training import X, Y
 from tests.zoo.models import mlp, nested, recurrent, residual_cnn, sequential, two_in_two_out
@@ -34,12 +33,12 @@ def stack():
 
 @pytest.fixture(scope="module")
 def large():
-    return PipelineModel(stack(), num_stages=2)
+    return tnt.PipelineModel(stack(), num_stages=2)
 
 
 @pytest.fixture(scope="module")
 def trained():
-    model = PipelineModel(sequential(), num_stages=2, num_micro_batches=2)
+    model = tnt.PipelineModel(sequential(), num_stages=2, num_micro_batches=2)
     model.compile("adam", "mse", metrics=["mae"])
     model.fit(X, Y, **QUIET)
     return model
@@ -97,10 +96,10 @@ def test_at_any_moment_the_old_files_or_the_new_ones_are_there(tmp_path, monkeyp
 @pytest.mark.parametrize("build", [sequential, mlp, two_in_two_out, nested])
 def test_an_architecture_is_that_of_the_plain_model(build):
     plain = build()
-    model = PipelineModel(plain, num_stages=2)
+    model = tnt.PipelineModel(plain, num_stages=2)
     made = [
         keras.models.model_from_json(model.to_json()),
-        PipelineModel.from_config(model.get_config()),
+        tnt.PipelineModel.from_config(model.get_config()),
         keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(model)),
         keras.models.clone_model(model),
         copy.deepcopy(model),
@@ -108,7 +107,7 @@ def test_an_architecture_is_that_of_the_plain_model(build):
     ]
     for other in made:
         assert type(other) is type(plain) or other is made[3]  # a Sequential becomes a Functional
-        assert not isinstance(other, PipelineModel)
+        assert not isinstance(other, tnt.PipelineModel)
         assert [w.shape for w in other.weights] == [w.shape for w in plain.weights]
     assert made[1].get_config() == plain.get_config()
     assert (model.name, model.layers[-1].name) == (plain.name, plain.layers[-1].name)
@@ -120,7 +119,7 @@ BUILDS = [sequential, residual_cnn, nested, recurrent, two_in_two_out]
 @pytest.mark.parametrize("build", BUILDS)
 def test_weights_are_in_the_order_of_keras(tmp_path, build):
     plain, other = build(), build()
-    model = PipelineModel(other, num_stages=2)
+    model = tnt.PipelineModel(other, num_stages=2)
     values = [np.random.default_rng(i).normal(size=w.shape) for i, w in enumerate(plain.weights)]
     plain.set_weights(values)
     model.set_weights(values)

@@ -9,7 +9,6 @@ from keras import layers, ops
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import PlanError
-from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.stage.stage import Stage
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import distance
@@ -168,8 +167,8 @@ def test_stages_hold_at_the_most_what_the_plan_says(schedule, recompute, monkeyp
         x = layers.Dense(16, activation="relu")(x)
     model = keras.Model(inputs, layers.Dense(1)(x))
     options = {"batch_size": 32, "schedule": schedule, "balance": "flops"}
-    whole = PipelineModel(model, 2, 4, **options)
-    wrapped = PipelineModel(model, 2, 4, **options, recompute=recompute)
+    whole = tnt.PipelineModel(model, 2, 4, **options)
+    wrapped = tnt.PipelineModel(model, 2, 4, **options, recompute=recompute)
     wrapped.compile("sgd", "mse")
     monkeypatch.setattr(Stage, "forward", noted_forward)
     monkeypatch.setattr(Stage, "backward", noted_backward)

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from keras import layers
 
+import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, PlanError, ScheduleError, UnsupportedModelError
-from tarantella_pp.models.make_plan import make_plan
-from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import refused, squared_of_largest, use_float64
 from tests.zoo.models import mlp, residual_cnn, two_in_two_out, unreached
@@ -41,7 +40,7 @@ pytestmark = pytest.mark.keras
 )
 def test_options(options, message):
     with pytest.raises((ConfigurationError, PlanError, ScheduleError)) as caught:
-        PipelineModel(mlp(), **options)
+        tnt.PipelineModel(mlp(), **options)
     assert message in str(caught.value)
 
 
@@ -50,7 +49,7 @@ STAGES = {4: "Start 4 ranks", 2: "num_stages=3", 5: "num_stages=5 on 3"}
 
 def refused_stages():
     use_float64()
-    return [refused(lambda n=n: PipelineModel(longer(), num_stages=n)) for n in STAGES]
+    return [refused(lambda n=n: tnt.PipelineModel(longer(), num_stages=n)) for n in STAGES]
 
 
 def longer():
@@ -75,13 +74,13 @@ def own_step():
     ("build", "message"),
     [
         (own_step, "overrides train_step"),
-        (lambda: PipelineModel(mlp(), 2), "pipeline already"),
+        (lambda: tnt.PipelineModel(mlp(), 2), "pipeline already"),
         (lambda: "mlp.keras", r"Received: model='mlp\.keras'"),
     ],
 )
 def test_models(build, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        PipelineModel(build(), num_stages=1)
+        tnt.PipelineModel(build(), num_stages=1)
 
 
 STEPS = "train_step test_step predict_step compute_loss compute_metrics metrics call"
@@ -89,7 +88,7 @@ STEPS = "train_step test_step predict_step compute_loss compute_metrics metrics 
 
 @pytest.mark.parametrize("name", STEPS.split())
 def test_subclasses_with_steps_of_their_own(name):
-    kind = type("Own", (PipelineModel,), {name: lambda self, *args, **kwargs: {"loss": 0.0}})
+    kind = type("Own", (tnt.PipelineModel,), {name: lambda self, *args, **kwargs: {"loss": 0.0}})
     with pytest.raises(UnsupportedModelError, match=f"Class Own overrides {name}"):
         kind(mlp(), num_stages=1)
 
@@ -97,16 +96,16 @@ def test_subclasses_with_steps_of_their_own(name):
 def test_another_backend(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
     with pytest.raises(ConfigurationError, match="KERAS_BACKEND='jax'"):
-        PipelineModel(mlp(), num_stages=1)
+        tnt.PipelineModel(mlp(), num_stages=1)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return PipelineModel(mlp(), num_stages=2, num_micro_batches=2)
+    return tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=2)
 
 
 def test_a_compilation_that_is_refused_changes_nothing():
-    model = PipelineModel(mlp(), num_stages=2, num_micro_batches=2, schedule="1f1b")
+    model = tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=2, schedule="1f1b")
     model.compile("sgd", "mse")
     before = model.optimizer
     for given, named in (((squared_of_largest,), {}), ((), {"loss": squared_of_largest})):
@@ -117,37 +116,37 @@ def test_a_compilation_that_is_refused_changes_nothing():
     plain = mlp()
     plain.compile("sgd", squared_of_largest)
     with pytest.raises(ConfigurationError, match="squared_of_largest"):
-        PipelineModel(plain, num_stages=2, num_micro_batches=2, schedule="1f1b")
+        tnt.PipelineModel(plain, num_stages=2, num_micro_batches=2, schedule="1f1b")
 
 
 def test_training_before_compile_and_arguments_that_keras_does_not_have():
-    model = PipelineModel(mlp(), num_stages=2)
+    model = tnt.PipelineModel(mlp(), num_stages=2)
     with pytest.raises(ValueError, match="compile"):
         model.fit(np.ones((4, 6)), np.ones((4, 3)), verbose=0)
     with pytest.raises(TypeError, match="optimiser"):
         model.compile(optimiser="sgd")
     with pytest.raises(TypeError, match="'num_stage'"):
-        PipelineModel(mlp(), num_stage=2)
+        tnt.PipelineModel(mlp(), num_stage=2)
 
 
 def test_plans_of_other_models(tmp_path):
-    plan = make_plan(two_in_two_out(), 2)
+    plan = tnt.make_plan(two_in_two_out(), 2)
     with pytest.raises(PlanError, match="another model"):
-        PipelineModel(mlp(), plan=plan)
+        tnt.PipelineModel(mlp(), plan=plan)
     plan.save(tmp_path / "plan.json")
     with pytest.raises(PlanError, match="another model"):
-        PipelineModel(mlp(), plan=tmp_path / "plan.json")
+        tnt.PipelineModel(mlp(), plan=tmp_path / "plan.json")
     with pytest.raises((PlanError, FileNotFoundError)):
-        PipelineModel(mlp(), plan=tmp_path / "none.json")
+        tnt.PipelineModel(mlp(), plan=tmp_path / "none.json")
 
 
 def test_a_plan_decides_alone():
-    plan = make_plan(mlp(), 2, num_micro_batches=3, schedule="gpipe")
+    plan = tnt.make_plan(mlp(), 2, num_micro_batches=3, schedule="gpipe")
     options = {"num_stages": 2, "num_micro_batches": 4, "schedule": "1f1b"}
     for name, value in {**options, "wire_dtype": "bfloat16"}.items():
         with pytest.raises(ConfigurationError, match=f"plan together with {name}"):
-            PipelineModel(mlp(), plan=plan, **{name: value})
-    model = PipelineModel(mlp(), plan=plan)
+            tnt.PipelineModel(mlp(), plan=plan, **{name: value})
+    model = tnt.PipelineModel(mlp(), plan=plan)
     assert model.plan.schedule == "gpipe"
     assert model.plan.num_micro_batches == 3
 
@@ -159,23 +158,23 @@ def test_batch_statistics_are_warned_of():
     with pytest.warns(
         UserWarning, match=r"batch_normalization\w*, batch_normalization.*micro"
     ) as w:
-        PipelineModel(cnn(), num_stages=2, num_micro_batches=2).compile("sgd", "mse")
+        tnt.PipelineModel(cnn(), num_stages=2, num_micro_batches=2).compile("sgd", "mse")
     assert len(w) == 1
     assert w[0].filename == __file__
     many = keras.Sequential([keras.Input((4,)), *(layers.BatchNormalization() for _ in range(9))])
     with pytest.warns(UserWarning, match=r"layers (\w+, ){3}and 6 more take"):
-        PipelineModel(many, num_stages=2, num_micro_batches=2).compile("sgd", "mse")
+        tnt.PipelineModel(many, num_stages=2, num_micro_batches=2).compile("sgd", "mse")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        PipelineModel(cnn(), num_stages=2, num_micro_batches=1).compile("sgd", "mse")
-        PipelineModel(residual_cnn(), num_stages=2, num_micro_batches=2).compile("sgd", "mse")
+        tnt.PipelineModel(cnn(), num_stages=2, num_micro_batches=1).compile("sgd", "mse")
+        tnt.PipelineModel(residual_cnn(), num_stages=2, num_micro_batches=2).compile("sgd", "mse")
         model = cnn()
         for layer in model.layers:
             layer.trainable = not isinstance(layer, layers.BatchNormalization)
-        PipelineModel(model, num_stages=2, num_micro_batches=2).compile("sgd", "mse")
+        tnt.PipelineModel(model, num_stages=2, num_micro_batches=2).compile("sgd", "mse")
     thawed = cnn()
     thawed.trainable = False
-    model = PipelineModel(thawed, num_stages=2, num_micro_batches=2)
+    model = tnt.PipelineModel(thawed, num_stages=2, num_micro_batches=2)
     model.compile("sgd", "mse")
     model.trainable = True
     with pytest.warns(UserWarning, match="take their statistics of each"):
@@ -194,7 +193,7 @@ def test_export_and_formats(model, tmp_path):
 
 
 def test_outputs_without_a_loss_and_data_without_targets(model):
-    unused = PipelineModel(unreached(), num_stages=2)
+    unused = tnt.PipelineModel(unreached(), num_stages=2)
     unused.compile("sgd", {"nothing": "mse"})
     with pytest.raises(ValueError, match="nothing"):
         unused.fit(np.ones((4, 6)), {"used": np.ones((4, 3))}, verbose=0)
@@ -210,5 +209,5 @@ def test_statistics_of_the_whole_batch_are_refused():
         return keras.Model(inputs, layers.Dense(3)(x))
 
     with pytest.raises(UnsupportedModelError, match=r"norm have synchronized=True.*: 2 micro"):
-        PipelineModel(build(), num_stages=2, num_micro_batches=2)
-    assert PipelineModel(build(), num_stages=2, num_micro_batches=1).plan.num_micro_batches == 1
+        tnt.PipelineModel(build(), num_stages=2, num_micro_batches=2)
+    assert tnt.PipelineModel(build(), num_stages=2, num_micro_batches=1).plan.num_micro_batches == 1

@@ -8,11 +8,9 @@ import keras
 import numpy as np
 import pytest
 
+import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
-from tarantella_pp.models.data_parallel_model import Model
 from tarantella_pp.models.deferred_init import only_shapes
-from tarantella_pp.models.make_plan import make_plan
-from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.graph.keras_reader import extract
 from tests.helpers import training
 from tests.helpers.mpi import mpi_run
@@ -66,7 +64,7 @@ def test_parts_of_layers_train_like_the_whole(name, stages):
 @pytest.mark.slow
 def test_one_operation_is_told_no_more_of_training_than_by_keras():
     keras.utils.set_random_seed(1)
-    model = Model(opened.Deaf(), inputs=keras.Input((6,)), num_micro_batches=2)
+    model = tnt.Model(opened.Deaf(), inputs=keras.Input((6,)), num_micro_batches=2)
     model.compile(**OPENED["deaf"].compiled())
     assert distance(plain("deaf"), outcome("deaf", model)) < ROUNDING
 
@@ -76,7 +74,7 @@ def on_ranks(name, path):
     training.use_float64()
     case = OPENED[name]
     keras.utils.set_random_seed(1)
-    model = PipelineModel(case.build, num_stages=2, num_micro_batches=2)
+    model = tnt.PipelineModel(case.build, num_stages=2, num_micro_batches=2)
     model.compile(**case.compiled())
     outcome = finish(model, training.data_of_rank(case))
     model.save(path)
@@ -109,7 +107,7 @@ def in_two_phases(model):
 @pytest.mark.slow
 @pytest.mark.usefixtures("untried")
 def test_layers_stay_opened_where_others_are_trained_later(tmp_path):
-    plan = make_plan(opened.twice(), 3, num_micro_batches=1)
+    plan = tnt.make_plan(opened.twice(), 3, num_micro_batches=1)
     assert sum("/" in name for name in plan.node_names) > 4
     plan.save(tmp_path / "plan.json")
     model = make(OPENED["twice"], plan=tmp_path / "plan.json")  # which opens the same layers again
@@ -127,10 +125,10 @@ def test_layers_are_opened_only_where_that_helps():
     assert finest.readings[0] is closed
     parts = sum(node.flops for node in finest.graph.nodes)
     assert parts == pytest.approx(sum(node.flops for node in closed.graph.nodes))
-    assert make_plan(model, 2).node_names == tuple(call.name for call in closed.calls)
+    assert tnt.make_plan(model, 2).node_names == tuple(call.name for call in closed.calls)
     x = keras.Input((5, 4))
     few = keras.Model(x, opened.Block(4)(opened.Block(4)(x)))
-    assert len(make_plan(few, 2).node_names) > 4  # however even two of them are
+    assert len(tnt.make_plan(few, 2).node_names) > 4  # however even two of them are
 
 
 class Normed(keras.layers.Layer):
@@ -197,7 +195,7 @@ def test_a_layer_stays_whole_where_its_inside_cannot_be_parted(how, why):
     assert [call.kind for call in read.at_level(12).calls] == ["Pair", "Dense"]
     assert re.search(why, read.kept_whole["pair"])
     with pytest.raises(ConfigurationError, match=f"at most 2 stages.*'pair' .*{why}"):
-        PipelineModel(model, num_stages=3)
+        tnt.PipelineModel(model, num_stages=3)
 
 
 def drawing():
@@ -229,4 +227,4 @@ def test_a_subclassed_model_must_have_been_called_on_symbolic_inputs():
     model = opened.VariationalEncoder()
     model(np.ones((2, 6)))
     with pytest.raises(UnsupportedModelError, match=r"Call it once: model\(keras.Input"):
-        PipelineModel(model, num_stages=2)
+        tnt.PipelineModel(model, num_stages=2)

@@ -13,8 +13,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from tarantella_pp.models.data_parallel_model import Model
-from tarantella_pp.models.pipeline_model import PipelineModel
+import tarantella_pp as tnt
 from tests.helpers.mpi import mpi_run
 from tests.helpers.own_steps import net
 from tests.helpers.training import ROUNDING, distance, floats, integers, use_float64
@@ -343,14 +342,14 @@ def trained(pattern: Pattern, wrap: Callable[[Any], Any] | None = None) -> Any:
     return {**found, "weights": [weight.tolist() for weight in model.get_weights()]}
 
 
-def two_stages(model: keras.Model) -> PipelineModel:
-    return PipelineModel(model, 2, num_micro_batches=2)
+def two_stages(model: keras.Model) -> tnt.PipelineModel:
+    return tnt.PipelineModel(model, 2, num_micro_batches=2)
 
 
 def on_ranks() -> Any:
     """Each pattern that can be cut as a pipeline, the others as replicas."""
     return {
-        name: trained(pattern, Model if pattern.own_step else two_stages)
+        name: trained(pattern, tnt.Model if pattern.own_step else two_stages)
         for name, pattern in PATTERNS.items()
     }
 

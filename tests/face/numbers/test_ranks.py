@@ -10,9 +10,8 @@ import keras
 import numpy as np
 import pytest
 
+import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.models.make_plan import make_plan
-from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.batch import batch_shares
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.stage.stage import Stage
@@ -163,7 +162,7 @@ def search_and_narrow(folder):
     again = make(MLP, plan=Path(folder) / f"{world().rank}.json")
     found["again"] = fitted(again, MLP)
     found["own"] = fitted(make(MLP, schedule=str(Path(folder) / "own"), recompute="all"), MLP)
-    plan = make_plan(mlp, 2, num_micro_batches=3, num_ranks=2, wire_dtype="bfloat16")
+    plan = tnt.make_plan(mlp, 2, num_micro_batches=3, num_ranks=2, wire_dtype="bfloat16")
     found["narrow"] = fitted(make(MLP, plan=plan), MLP)
     found["set free"] = fitted(set_free_late(), MLP)
     return found
@@ -175,7 +174,7 @@ def set_free_late():
     whole = mlp()
     for layer in whole.layers[1:3]:
         layer.trainable = False
-    model = PipelineModel(whole, num_stages=2, num_micro_batches=3)
+    model = tnt.PipelineModel(whole, num_stages=2, num_micro_batches=3)
     model.compile(**MLP.compiled())
     for layer in whole.layers:
         layer.trainable = True
@@ -218,7 +217,7 @@ def use_everything(folder):
     found = {}
     # Nothing is seeded alike: weights, shuffles and data come from the first rank.
     keras.utils.set_random_seed(rank)
-    model = PipelineModel(mlp(), num_stages=4, num_micro_batches=3)
+    model = tnt.PipelineModel(mlp(), num_stages=4, num_micro_batches=3)
     found["start"] = [w.tolist() for w in model.get_weights()]
     model.compile(training.adamw(), "mse", metrics=["mae"])
     first = (X, Y) if rank == 0 else (None, None)

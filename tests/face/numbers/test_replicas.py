@@ -4,11 +4,8 @@ import keras
 import numpy as np
 import pytest
 
+import tarantella_pp as tnt
 from tarantella_pp.errors import ReplicaError, TarantellaError, UnsupportedModelError
-from tarantella_pp.models.data_parallel_model import Model
-from tarantella_pp.models.make_plan import make_plan
-from tarantella_pp.models.pipeline_model import PipelineModel
-from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers import training
 from tests.helpers.mpi import PYTHONS, mpi_run
@@ -28,7 +25,7 @@ SHARDED = CASES["regularized, evenly"], CASES["looked_up_again, evenly"]
 
 def begun(case, **options):
     keras.utils.set_random_seed(1)
-    model = PipelineModel(case.build(), 2, **options) if options else case.build()
+    model = tnt.PipelineModel(case.build(), 2, **options) if options else case.build()
     compiled = {**case.compiled(), "optimizer": averaging()}
     model.compile(**compiled, run_eagerly=not options)
     return model
@@ -71,12 +68,12 @@ def be_refused_and_train(folder):
     """Small batches, metrics that look at all samples, and what is refused, on this rank."""
     training.use_float64()
     found = {}
-    model = Model(perceptron(), num_micro_batches=2)
+    model = tnt.Model(perceptron(), num_micro_batches=2)
     found["small"] = trained_in_small_batches(model)
     found["differ"] = differ()
     found["constraint"] = [constrained(num_stages=2), constrained(shard_optimizer=True)]
     found["written"] = [written_on_one_rank(n, r) for n, r in ((1, 1), (2, 0), (2, 1))]
-    found["coupled"] = coupled(PipelineModel(perceptron(), num_stages=1, num_micro_batches=2))
+    found["coupled"] = coupled(tnt.PipelineModel(perceptron(), num_stages=1, num_micro_batches=2))
     model.save(f"{folder}/m.keras")
     found["weights"] = [w.tolist() for w in model.get_weights()]
     found["shapes"] = [shape_of(model) for model in (perceptron(), synchronized())]
@@ -110,7 +107,7 @@ def trained_rounded(folder):
     for sharded in (False, True):
         keras.utils.set_random_seed(1)
         options = {"gradient_dtype": "bfloat16", "shard_optimizer": sharded}
-        model = Model(perceptron(), num_micro_batches=2, **options)
+        model = tnt.Model(perceptron(), num_micro_batches=2, **options)
         found.append(trained_once(model))
     if world().rank == 0:
         model.plan.save(f"{folder}/plan.json")
@@ -123,18 +120,18 @@ def wide():
 
 def made_for_two_stages():
     """A limit that one stage is above, and neither of two."""
-    whole, half = (make_plan(wide(), n, num_ranks=2).stages[0].memory_bytes for n in (1, 2))
+    whole, half = (tnt.make_plan(wide(), n, num_ranks=2).stages[0].memory_bytes for n in (1, 2))
     return (whole + half) // 2
 
 
 def shape_of(model, **options):
-    plan = PipelineModel(model, **options).plan
+    plan = tnt.PipelineModel(model, **options).plan
     return [plan.num_stages, plan.num_replicas]
 
 
 def differ():
     """What is said once a weight of one replica has been changed."""
-    model = PipelineModel(perceptron(), num_stages=1, check_replicas=2)
+    model = tnt.PipelineModel(perceptron(), num_stages=1, check_replicas=2)
     model.compile(adamw(), "mse")
     model.fit(X[:16], Y[:16], batch_size=8, verbose=0)  # compared after the second step
     weight = model.trainable_variables[1]
@@ -151,7 +148,7 @@ def constrained(num_stages=1, **options):
     weights = [weight for weight in model.trainable_variables if len(weight.shape) == 2]
     for weight in weights:
         weight.constraint = lambda w: w * sum(map(keras.ops.mean, weights))
-    model = PipelineModel(model, num_stages, **options)
+    model = tnt.PipelineModel(model, num_stages, **options)
     model.compile(adamw(), "mse")
     with pytest.raises(UnsupportedModelError) as refused:
         model.train_on_batch(X, Y)
@@ -160,7 +157,7 @@ def constrained(num_stages=1, **options):
 
 def written_on_one_rank(num_stages, rank):
     """What `fit` says of a weight that one rank alone has written, perhaps not its own."""
-    model = PipelineModel(perceptron(), num_stages=num_stages)
+    model = tnt.PipelineModel(perceptron(), num_stages=num_stages)
     model.compile(adamw(), "mse")
 
     def write(*_):
@@ -219,9 +216,9 @@ def test_small_batches_and_what_needs_all_samples(tmp_path):
     keras.utils.set_random_seed(1)
     assert 1e-6 < distance(trained_once(perceptron()), rounded, "weights") < 0.1
     assert rounded == sharded
-    plan = Plan.load(tmp_path / "plan.json")
+    plan = tnt.Plan.load(tmp_path / "plan.json")
     assert plan.gradient_dtype == "bfloat16"
-    exact = make_plan(perceptron(), 1, num_micro_batches=2, num_replicas=2)
+    exact = tnt.make_plan(perceptron(), 1, num_micro_batches=2, num_replicas=2)
     assert 4 * sum(plan.stages[0].bucket_bytes) == sum(exact.stages[0].bucket_bytes)  # of float64
     assert "sent as bfloat16" in " ".join(str(plan).split())
     chosen, inside, limited, interleaved = first["shapes"]

@@ -6,14 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tarantella_pp.partition.graph.units import format_bytes
+from tarantella_pp.partition.plan import page
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.page import (
-    MOST_BOXES,
-    TITLE_CHARACTERS,
-    graph_drawing,
-    render_html,
-    shorten,
-)
 from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tests.helpers.pictured import graphs, plan_of, residual_graph, small
 
@@ -40,7 +34,7 @@ def cells(text, label, part):
 
 def test_page_is_well_formed_and_shows_everything():
     plan = small()
-    text = render_html(plan)
+    text = page.render_html(plan)
     assert [e.text for e in parsed(text).iter("h2")] == [
         *("Stages", "Memory", "Sent between stages", "Timeline", "Operations")
     ]
@@ -50,7 +44,7 @@ def test_page_is_well_formed_and_shows_everything():
 
 def test_nothing_is_loaded_from_elsewhere():
     plan = small()
-    text = render_html(plan)
+    text = page.render_html(plan)
     assert not re.search(r"https?:|//\w|@import|<link|<script|<img|<iframe|src=|\bon\w+=", text)
     assert set(re.findall(r"url\(([^)]*)\)", text)) == {"#stripes", "#arrow"}
 
@@ -59,7 +53,7 @@ def test_nothing_is_loaded_from_elsewhere():
 @given(graphs(names=EVIL, most=8), EVIL)
 def test_every_name_is_escaped(graph, model):
     plan = plan_of(graph, 2, model=model)
-    text = render_html(plan)
+    text = page.render_html(plan)
     text.encode()
     assert not {element.tag for element in parsed(text).iter()} & {"script", "b"}
     rows = cells(text, "Table of operations", "tbody")
@@ -69,7 +63,7 @@ def test_every_name_is_escaped(graph, model):
 
 def test_stage_table_has_the_figures_of_the_plan_and_their_sums():
     plan = small()
-    text = render_html(plan)
+    text = page.render_html(plan)
     for stage, row in zip(plan.stages, cells(text, "Table of stages", "tbody"), strict=True):
         weights = stage.parameter_bytes + stage.constant_bytes
         shown = [weights, stage.gradient_bytes, stage.optimizer_bytes]
@@ -92,7 +86,7 @@ def test_replicas_and_their_sums_are_drawn():
     assert step.exposed_seconds > 0
     alone = msgspec.structs.replace(plan, num_replicas=1, batch_size=plan.batch_size // 2)
     assert step.bubble_fraction == planned_step(alone).bubble_fraction
-    text = render_html(plan)
+    text = page.render_html(plan)
     rows = cells(text, "Ranks of replicas", "tbody")
     assert rows == [["0", *(f"rank {2 * p}" for p in range(4))],
                     ["1", *(f"rank {2 * p + 1}" for p in range(4))]]  # fmt: skip
@@ -100,13 +94,13 @@ def test_replicas_and_their_sums_are_drawn():
     strips = [e for e in drawing.iter("rect") if e.get("class") == "kindA"]
     assert len(strips) == sum(map(len, step.reductions))
     assert "reduction over replicas" in text
-    assert "Ranks of replicas" not in render_html(small())
+    assert "Ranks of replicas" not in page.render_html(small())
 
 
 def test_thousand_layers_make_a_small_page():
     graph = residual_graph(1000, long_skips=4)
     plan = plan_of(graph, 8, schedule="zb-h1", micro_batches=64)
-    text = render_html(plan)
+    text = page.render_html(plan)
     assert len(text) < 1_000_000
     assert float(picture(text, "Operations").get("height")) < 1500
 
@@ -114,28 +108,28 @@ def test_thousand_layers_make_a_small_page():
 def test_without_a_step_seconds_or_cuts_the_page_says_so():
     plan = small()
     stages = tuple(msgspec.structs.replace(stage, flops=0.0) for stage in plan.stages)
-    text = render_html(msgspec.structs.replace(plan, stages=stages))
+    text = page.render_html(msgspec.structs.replace(plan, stages=stages))
     assert "Ranks wait 0.0 % of the time" in text
-    assert "there is one stage." in render_html(plan_of(residual_graph(3), 1, micro_batches=1))
-    assert "the step was not simulated" in render_html(small(schedule="mine"))
+    assert "there is one stage." in page.render_html(plan_of(residual_graph(3), 1, micro_batches=1))
+    assert "the step was not simulated" in page.render_html(small(schedule="mine"))
 
 
 def test_a_notebook_shows_the_page():
     plan = small()
     (frame,) = [ElementTree.fromstring(plan._repr_html_())]
     assert frame.tag == "iframe"
-    assert frame.get("srcdoc").split() == render_html(plan).split()
+    assert frame.get("srcdoc").split() == page.render_html(plan).split()
 
 
 @settings(max_examples=40, deadline=None)
 @given(graphs(names=st.text(min_size=1)), st.integers(1, 5))
 def test_all_operations_and_cuts_are_drawn(graph, stages):
     plan = plan_of(graph, min(stages, len(graph.nodes)))
-    drawn = graph_drawing(plan)
+    drawn = page.graph_drawing(plan)
     boxes = [box for column in drawn["columns"] for box in column["boxes"]]
-    assert all(0 < len(box["title"]) <= TITLE_CHARACTERS for box in boxes)
-    if len(graph.nodes) <= MOST_BOXES:
+    assert all(0 < len(box["title"]) <= page.TITLE_CHARACTERS for box in boxes)
+    if len(graph.nodes) <= page.MOST_BOXES:
         assert len(boxes) == len(graph.nodes)
     lines = sum(route["hover"].count(": stage ") for route in drawn["routes"])
     assert lines >= len(plan.cuts)
-    assert shorten("abcdefghij", 7) == "ab…ghij"
+    assert page.shorten("abcdefghij", 7) == "ab…ghij"

@@ -8,12 +8,7 @@ from keras import layers
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.graph.units import wire_bytes
-from tarantella_pp.partition.plan.peak_memory import (
-    BackwardPass,
-    message_bytes,
-    reduction_bytes,
-    update_bytes,
-)
+from tarantella_pp.partition.plan import peak_memory
 from tarantella_pp.partition.plan.plan_parts import CutEdge
 from tarantella_pp.schedule import HeldAgain
 from tests.helpers.plans import costs_of
@@ -40,7 +35,7 @@ def dense(activation=None):
 
 
 def played(graph, rows=10):
-    return BackwardPass(graph).bytes(range(len(graph.nodes)), rows)
+    return peak_memory.BackwardPass(graph).bytes(range(len(graph.nodes)), rows)
 
 
 def test_gradients_are_there_from_their_readers_to_their_producers():
@@ -62,15 +57,15 @@ def test_gradients_wait_for_other_branches_and_frozen_layers_have_none():
     of_sum, branch, skip = 3 * [1000 * 6 * 4]
     assert played(graph, 1000) == of_sum + branch + skip
     weights, but_sum = (6 * 6 + 6) * 4, range(len(graph.nodes) - 1)
-    assert BackwardPass(graph).bytes(but_sum, 1000) == branch + weights
-    assert BackwardPass(READ["frozen_start"]).bytes(range(2), 5) == 0
+    assert peak_memory.BackwardPass(graph).bytes(but_sum, 1000) == branch + weights
+    assert peak_memory.BackwardPass(READ["frozen_start"]).bytes(range(2), 5) == 0
 
 
 @pytest.mark.parametrize(("count", "copies"), [(3, 3), (5, 5), (9, 5)])
 def test_an_update_has_temporaries_of_a_few_variables(count, copies):
     graph = graph_of(*[dense() for _ in range(count)])
     slots = optimizer_state_bytes("adam", graph.weights)
-    assert update_bytes(graph, graph.weights, slots) == copies * KERNEL
+    assert peak_memory.update_bytes(graph, graph.weights, slots) == copies * KERNEL
 
 
 @pytest.mark.parametrize(("optimizer", "copies"), [("adam", 3.5), ("sgd", 0), ("lion", 1.75)])
@@ -78,7 +73,9 @@ def test_sparse_gradients_become_dense_for_each_slot(optimizer, copies):
     graph = READ["embedding_with_mask"]
     table = [weight for weight in graph.weights if weight.id in graph.looked_up]
     slots = optimizer_state_bytes(optimizer, graph.weights)
-    assert update_bytes(graph, table, slots) == copies * sum(weight.bytes for weight in table)
+    assert peak_memory.update_bytes(graph, table, slots) == copies * sum(
+        weight.bytes for weight in table
+    )
 
 
 def test_the_update_counts_where_it_needs_more_than_activations():
@@ -121,7 +118,7 @@ def test_messages_are_there_until_used_and_received(
         return wire_bytes(cut.bytes, cut.dtype, sent_as)
 
     for count, window in ((3, None), (3, 2), (1667, 2)):
-        found = message_bytes(cuts, stage, count, set(kept), as_sent, window)
+        found = peak_memory.message_bytes(cuts, stage, count, set(kept), as_sent, window)
         assert found == (received, sent, returned)
 
 
@@ -152,7 +149,7 @@ ROWS = 6
 
 
 def reduced(graph, share, **options):
-    return reduction_bytes(graph, costs_of(graph, ROWS, **options).config, share)
+    return peak_memory.reduction_bytes(graph, costs_of(graph, ROWS, **options).config, share)
 
 
 @pytest.mark.parametrize(

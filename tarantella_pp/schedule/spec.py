@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule import generators
+from tarantella_pp.schedule.generators import (
+    SCHEDULE_NAMES,
+    V_SHAPED,
+    make_placement,
+    make_schedule,
+)
 from tarantella_pp.schedule.list_scheduling import merge
 from tarantella_pp.schedule.lowering import lower, validate
 from tarantella_pp.schedule.schedule import HeldAgain, Schedule
@@ -27,7 +32,7 @@ def send_window(name: str, num_stages: int, num_ranks: int) -> int | None:
 SEARCHED = "zb-auto"
 BEFORE_SEARCH = "zb-h1"
 # The named schedules that train.
-TRAINING_NAMES = (*(name for name in generators.SCHEDULE_NAMES if name != "forward"), SEARCHED)
+TRAINING_NAMES = (*(name for name in SCHEDULE_NAMES if name != "forward"), SEARCHED)
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,8 @@ class ScheduleSpec:
         if custom is not None:
             return cls.of_custom(custom, num_stages, num_ranks)
         if num_ranks is None:
-            folded = schedule in generators.V_SHAPED
-            num_ranks = 1 + max(generators.make_placement(num_stages, None, None, v_shaped=folded))
+            folded = schedule in V_SHAPED
+            num_ranks = 1 + max(make_placement(num_stages, None, None, v_shaped=folded))
         spec = cls(schedule, num_stages, num_ranks)
         spec.placement  # noqa: B018 - refuses ranks that do not fit
         return spec
@@ -82,8 +87,8 @@ class ScheduleSpec:
         if self.num_ranks == 1:
             return (0,) * self.num_stages
         twice = self.num_stages == 2 * self.num_ranks
-        v_shaped = self.name in generators.V_SHAPED or (self.name == SEARCHED and twice)
-        return generators.make_placement(self.num_stages, self.num_ranks, None, v_shaped=v_shaped)
+        v_shaped = self.name in V_SHAPED or (self.name == SEARCHED and twice)
+        return make_placement(self.num_stages, self.num_ranks, None, v_shaped=v_shaped)
 
     def make(self, num_micro_batches: int) -> Schedule:
         """Makes the schedule of a step, computations only."""
@@ -98,7 +103,7 @@ class ScheduleSpec:
 
     def make_inference(self, num_micro_batches: int) -> Schedule:
         """Makes the schedule of a step that runs forward only, computations only."""
-        return generators.make_schedule(
+        return make_schedule(
             "forward", self.num_stages, num_micro_batches, placement=self.placement
         )
 
@@ -117,12 +122,10 @@ class ScheduleSpec:
 def _named_schedule(spec: ScheduleSpec, num_micro_batches: int) -> Schedule:
     """Makes a named schedule, once for those who ask one after the other what it holds."""
     name, num_stages = spec.named, spec.num_stages
-    if name in generators.V_SHAPED and spec.num_ranks == 1:
-        schedule = on_one_rank(generators.make_schedule(name, num_stages, num_micro_batches))
+    if name in V_SHAPED and spec.num_ranks == 1:
+        schedule = on_one_rank(make_schedule(name, num_stages, num_micro_batches))
     else:
-        schedule = generators.make_schedule(
-            name, num_stages, num_micro_batches, placement=spec.placement
-        )
+        schedule = make_schedule(name, num_stages, num_micro_batches, placement=spec.placement)
     return replace(schedule.repeating(spec.repeated), name=spec.name)
 
 
@@ -157,5 +160,5 @@ def read_schedule(schedule: Any) -> Schedule | None:
     if not schedule.has_backward:
         raise ScheduleError(f"The schedule '{schedule.name}' has forward passes only.")
     validate(lower(schedule))
-    named = schedule.name in (*generators.SCHEDULE_NAMES, SEARCHED)
+    named = schedule.name in (*SCHEDULE_NAMES, SEARCHED)
     return replace(schedule, name=f"{schedule.name}-edited") if named else schedule

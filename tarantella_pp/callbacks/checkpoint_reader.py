@@ -20,7 +20,7 @@ from tarantella_pp.callbacks.checkpoint_folder import (
 )
 from tarantella_pp.callbacks.tensor_file import TensorFile, sha256_of
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
-from tarantella_pp.internals.parted import columns_in
+from tarantella_pp.internals.parted import columns_in, put_together
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import to_tensor
 from tarantella_pp.runtime.weights.optimizer_state import spec_of
@@ -67,11 +67,11 @@ class RestoredState:
         if key in self.manifest.tensors:
             return self._read(key)
         kind, number, *columns = key.split("/")
-        parts = [k for k in self.manifest.tensors if f"{k}/".startswith(f"{kind}/{number}/")]
+        start = f"{kind}/{number}"
+        parts = [k for k in self.manifest.tensors if f"{k}/".startswith(f"{start}/")]
         if not parts:
             return None
-        parts.sort(key=lambda k: int(k.split("/")[-1].split(":")[0]))
-        whole = np.concatenate([self._read(part) for part in parts], -1)
+        whole = put_together({k[len(start) + 1 :]: self._read(k) for k in parts})
         return np.ascontiguousarray(columns_in(whole, *columns or [""]))
 
     def _read(self, key: str) -> Array:

@@ -5,7 +5,9 @@
                             head/3of3(x) --'             assign: each part takes its (512, 300)
 
 No sum runs over columns, so each number is computed as before. Vocabulary parallelism
-(Yeung et al., 2024, arXiv:2411.05288) cuts a head in this way, and its loss besides.
+(Yeung et al., 2024, arXiv:2411.05288) cuts a head in this way, and its loss besides. A table whose
+rows are also such columns, of the head that goes back to words, is cut by rows: a part looks up its
+own words and gives zeros for others, which are added up.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import itertools
 import math
 import re
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -23,6 +25,7 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.internals.functional import set_mask
 from tarantella_pp.internals.state import (
     drop_value,
     initializer_of,
@@ -31,8 +34,12 @@ from tarantella_pp.internals.state import (
     variables_without_values,
 )
 
-# What a layer's configuration calls its columns.
-_COLUMNS: dict[type, str] = {keras.layers.Dense: "units", keras.layers.Embedding: "output_dim"}
+# What a layer's configuration calls what it is cut along.
+_COLUMNS: dict[type, str] = {
+    keras.layers.Dense: "units",
+    keras.layers.Embedding: "output_dim",
+    keras.layers.ReversibleEmbedding: "input_dim",
+}
 # Parts that a stage's share of the work has, so that stages can be even.
 PARTS_PER_SHARE = 4
 # Bytes of weights below which the messages between parts are not worth it.
@@ -40,10 +47,10 @@ LEAST_BYTES = 1 << 20
 
 
 class Columns:
-    """Some columns of what a variable begins with."""
+    """Some columns of what a variable begins with, or rows where that is the axis."""
 
-    def __init__(self, whole: Any, begin: int, end: int) -> None:
-        self.whole, self.begin, self.end = whole, begin, end
+    def __init__(self, whole: Any, begin: int, end: int, axis: int = -1) -> None:
+        self.whole, self.begin, self.end, self.axis = whole, begin, end, axis
 
     def __call__(self, shape: Any, dtype: Any = None) -> Any:
         """Draws all of it, so that its bits are what they are in one process."""
@@ -52,11 +59,21 @@ class Columns:
 
     def of(self, value: Any) -> Any:
         """Takes them from a value of the whole."""
-        return value[..., self.begin : self.end]
+        own = slice(self.begin, self.end)
+        return value[..., own] if self.axis else value[own]
 
     def key(self, number: int) -> str:
         """What files call them, given the number of the whole."""
-        return f"{number}/{self.begin}:{self.end}"
+        return f"{number}/{'' if self.axis else _ROWS}{self.begin}:{self.end}"
+
+    @classmethod
+    def named(cls, text: str) -> Columns:
+        """Those that the end of a key says."""
+        begin, end = (int(number) for number in text.removeprefix(_ROWS).split(":"))
+        return cls(None, begin, end, 0 if text.startswith(_ROWS) else -1)
+
+
+_ROWS = "rows "  # in keys
 
 
 def columns_of(variable: Any) -> Columns | None:
@@ -98,8 +115,17 @@ def keys_of(variables: Iterable[Any]) -> list[str]:
 
 def columns_in(value: Any, columns: str) -> Any:
     """Takes from a value the columns that the end of a key says; all if it says none."""
-    begin, end = (int(text) for text in columns.split(":")) if columns else (None, None)
-    return value[..., begin:end] if columns else value
+    return Columns.named(columns).of(value) if columns else value
+
+
+def put_together(values: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """Makes a whole of columns that the ends of keys say, which say none of a whole."""
+    if "" in values:
+        whole: np.ndarray[Any, Any] = values[""]
+        return whole
+    parts = {text: Columns.named(text) for text in values}
+    ordered = sorted(values, key=lambda text: parts[text].begin)
+    return np.concatenate([values[text] for text in ordered], parts[ordered[0]].axis)
 
 
 def part_variable(whole: Any, parts: Sequence[Any]) -> None:
@@ -124,7 +150,8 @@ class _Parted(keras.Variable):  # type: ignore[misc]
         """The value, put together for whoever asks."""
         if in_stateless_scope():  # which may have another one
             return super().value
-        value = tf.concat([part.value for part in self._parts], -1)
+        axis = self._parts[0]._columns.axis
+        value = tf.concat([part.value for part in self._parts], axis)
         value._unique_id = getattr(self._value, "_unique_id", self.path)  # for optimizers
         return value
 
@@ -159,13 +186,30 @@ class _Parted(keras.Variable):  # type: ignore[misc]
 _KINDS: dict[type, type] = {}  # the class of variables in parts of each class of variables
 
 
+def _kind_of(layer: Any) -> Any:
+    """The kind of layers that can be cut, which a layer is, perhaps under another name."""
+    kind, *others = type(layer).__mro__
+    while kind not in _COLUMNS and not any(map(callable, vars(kind).values())):
+        kind, *others = others
+    return kind if kind in _COLUMNS else None
+
+
+def goes_back(arguments: Any) -> bool:
+    """Whether a call goes from numbers to words, not from words to numbers."""
+    return bool(arguments.kwargs == {"reverse": True})
+
+
 def can_be_cut(layer: Any, arguments: Any) -> bool:
     """Whether a call can be cut by columns: plain, of one tensor, of weights that are free."""
-    name, given = _COLUMNS.get(type(layer)), (arguments.args, arguments.kwargs)
+    kind, given = _kind_of(layer), keras.tree.flatten(arguments.kwargs)
+    either_way = kind is keras.layers.ReversibleEmbedding and (
+        goes_back(arguments) or arguments.kwargs == {"reverse": False}
+    )
     return (
-        name is not None
+        kind is not None
         and layer.built
-        and len(keras.tree.flatten(given)) == len(arguments.args) == 1
+        and len(keras.tree.flatten(arguments.args)) == len(arguments.args) == 1
+        and (either_way or not given)
         and layer.activity_regularizer is None
         and layer.quantization_mode is None
         and not layer.lora_enabled
@@ -189,7 +233,7 @@ def _is_free(variable: Any) -> bool:
 
 def number_of_parts(layer: Any, share: float) -> int:
     """How many parts a layer is cut into that makes up more than a stage's share of a model."""
-    columns: int = getattr(layer, _COLUMNS[type(layer)])
+    columns: int = getattr(layer, _COLUMNS[_kind_of(layer)])
     return min(math.ceil(share * PARTS_PER_SHARE), columns)
 
 
@@ -199,35 +243,79 @@ def parts_named(names: Iterable[str], path: str) -> int:
     return next((int(match[1]) for match in found if match), 1)
 
 
-def cut(layer: Any, given: Any, parts: int) -> Any:
+def cut(layer: Any, given: Any, parts: int, *, back: bool = False) -> Any:
     """A Functional that computes what a layer does, in as many parts; the same one each time."""
     known = _CUT.setdefault(layer, {})
     if parts not in known:
-        known[parts] = _network(layer, given, parts)
-    return known[parts]
+        known[parts] = _parts(layer, given, parts), {}
+    own, networks = known[parts]
+    if back not in networks:
+        networks[back] = _network(layer, own, given, back)
+    return networks[back]
 
 
-_CUT: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+# By layer and number of parts: these, and what computes with them, either way.
+_CUT: weakref.WeakKeyDictionary[Any, dict[int, tuple[list[Any], dict[bool, Any]]]]
+_CUT = weakref.WeakKeyDictionary()
 
 
-def _network(layer: Any, given: Any, parts: int) -> Any:
-    columns, config = _COLUMNS[type(layer)], layer.get_config()
-    ends = [config[columns] * i // parts for i in range(parts + 1)]
-    simple = {name: "zeros" for name in config if name.endswith("_initializer")}
-    simple |= {"activation": "linear"} if "activation" in config else {}
+class _Rows(keras.layers.ReversibleEmbedding):  # type: ignore[misc]
+    """Some rows of a table: words in other rows are zeros."""
+
+    def __init__(self, begin: int, total: int, masks: bool, **config: Any) -> None:
+        super().__init__(**config)
+        self._begin, self._total = begin, total
+        self.supports_masking = masks
+
+    def call(self, inputs: Any, reverse: bool = False) -> Any:
+        if reverse:
+            return super().call(inputs, reverse=True)
+        words = inputs if inputs.dtype in ("int32", "int64") else keras.ops.cast(inputs, "int32")
+        # As in Keras, negative ones count from the end. The last part refuses what has no row.
+        words = keras.ops.where(words < 0, words + self._total, words)
+        words = keras.ops.where(words < 0, self._total, words) - self._begin
+        here = words >= 0
+        if self._begin + self.input_dim < self._total:
+            here &= words < self.input_dim
+        rows = super().call(keras.ops.where(here, words, 0))
+        rows = keras.ops.where(here[..., None], rows, 0)
+        if self.supports_masking:
+            set_mask(rows, keras.ops.not_equal(inputs, 0))
+        return rows
+
+
+def _parts(layer: Any, given: Any, parts: int) -> list[Any]:
+    """The layers that a layer is cut into, whose weights have no values yet."""
+    kind, config = _kind_of(layer), layer.get_config()
+    columns = _COLUMNS[kind]
+    total = config[columns]
+    config |= {name: "zeros" for name in config if name.endswith("_initializer")}
+    config |= {"activation": "linear"} if "activation" in config else {}
+    if kind is keras.layers.ReversibleEmbedding:
+        config |= {"total": total, "masks": config["mask_zero"], "mask_zero": False}
+        kind = _Rows
+    ends = [total * i // parts for i in range(parts + 1)]
     made: list[Any] = []
-    inputs = keras.Input(batch_shape=given.shape, dtype=given.dtype, name="given")
-    outputs = []
-    with variables_without_values(made):
+    unset: list[Any] = []
+    with variables_without_values(unset):
         for i, (begin, end) in enumerate(itertools.pairwise(ends), 1):
-            own = {**config, **simple, columns: end - begin, "name": f"{i}of{parts}"}
-            part = type(layer).from_config(own)
-            outputs.append(part(inputs))
-            for whole, variable in zip(layer.variables, part.variables, strict=True):
-                variable._initializer = variable._columns = Columns(whole, begin, end)
+            place = {"begin": begin} if kind is _Rows else {}
+            own = {**config, **place, columns: end - begin, "name": f"{i}of{parts}"}
+            made.append(kind.from_config(own))
+            made[-1].build(given.shape)
+            for whole, variable in zip(layer.variables, made[-1].variables, strict=True):
+                axis = -1 if variable.shape[-1] < whole.shape[-1] else 0
+                variable._initializer = variable._columns = Columns(whole, begin, end, axis)
                 variable.trainable = whole.trainable
                 name_by_path(variable, whole.path)  # by which optimizers know it
-        joined = keras.layers.Concatenate(name="joined")(outputs)
-        if config.get("activation", "linear") != "linear":
-            joined = keras.layers.Activation(layer.activation, name="activation")(joined)
-        return keras.Model(inputs, joined, name=layer.name)
+    return made
+
+
+def _network(layer: Any, parts: Sequence[Any], given: Any, back: bool) -> Any:
+    inputs = keras.Input(batch_shape=given.shape, dtype=given.dtype, name="given")
+    looks_up = isinstance(parts[0], _Rows) and not back
+    join = (keras.layers.Add if looks_up else keras.layers.Concatenate)(name="joined")
+    joined = join([part(inputs, **({"reverse": True} if back else {})) for part in parts])
+    if getattr(layer, "activation", keras.activations.linear) != keras.activations.linear:
+        joined = keras.layers.Activation(layer.activation, name="activation")(joined)
+    return keras.Model(inputs, joined, name=layer.name)

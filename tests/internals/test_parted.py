@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals import parted
@@ -11,19 +12,26 @@ from tarantella_pp.internals.state import initialize
 RNG = np.random.default_rng(0)
 
 
-@pytest.mark.parametrize("kind", ["Dense", "Embedding"])
-def test_the_parts_of_a_layer_compute_what_it_does(kind):
-    if kind == "Dense":
-        layer, x = (
-            keras.layers.Dense(7, "softmax", bias_initializer="uniform"),
-            RNG.normal(size=(4, 3)),
-        )
-    else:
-        layer, x = keras.layers.Embedding(9, 7, mask_zero=True), RNG.integers(0, 9, (4, 3))
+FLOATS, WORDS = RNG.normal(size=(4, 3)), RNG.integers(-9, 9, (4, 3))
+ROWS = keras.layers.ReversibleEmbedding
+
+
+@pytest.mark.parametrize(
+    ("layer", "x", "back"),
+    [
+        (keras.layers.Dense(7, "softmax", bias_initializer="uniform"), FLOATS, False),
+        (keras.layers.Embedding(9, 7, mask_zero=True), WORDS, False),
+        (ROWS(9, 3, mask_zero=True), WORDS, False),
+        (ROWS(9, 3, mask_zero=True), FLOATS, True),
+        (ROWS(9, 3, tie_weights=False, logit_soft_cap=0.1), FLOATS, True),
+    ],
+)
+def test_the_parts_of_a_layer_compute_what_it_does(layer, x, back):
     given = keras.Input(x.shape[1:], dtype=str(x.dtype))
-    expected = keras.Model(given, layer(given)).predict(x, verbose=0)
-    network = parted.cut(layer, given, 3)
-    assert network is parted.cut(layer, given, 3)
+    how = {"reverse": True} if back else {}
+    expected = keras.Model(given, layer(given, **how)).predict(x, verbose=0)
+    network = parted.cut(layer, given, 3, back=back)
+    assert network is parted.cut(layer, given, 3, back=back)
     parts = [v for part in network.layers for v in part.variables]
     assert parted.wholes(parts) == layer.variables
     for whole in layer.variables:
@@ -40,6 +48,12 @@ def test_the_parts_of_a_layer_compute_what_it_does(kind):
         np.testing.assert_array_equal(whole.numpy(), values, err_msg="value, _value")
     found = network.predict(x, verbose=0)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+    masks = [getattr(made(x), "_keras_mask", None) for made in (network, layer)]
+    if x is WORDS:
+        np.testing.assert_array_equal(*masks)
+        for others in (x + 9, x - 9):  # as Keras does
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                network(others)
 
 
 def test_a_variable_in_parts_is_written_and_frozen_as_one():
@@ -68,4 +82,8 @@ def test_a_variable_in_parts_is_written_and_frozen_as_one():
         _ = layer.kernel.handle
     assert parted.keys_of([layer.bias, *parts]) == ["0", "1/0:2", "1/2:5"]
     np.testing.assert_array_equal(parted.columns_in(value, "2:5"), value[:, 2:5])
+    np.testing.assert_array_equal(parted.columns_in(value, "rows 1:3"), value[1:3])
     np.testing.assert_array_equal(parted.columns_in(value, ""), value)
+    for names in (("2:5", "0:2"), ("rows 1:3", "rows 0:1")):
+        cut = {name: parted.columns_in(value, name) for name in names}
+        np.testing.assert_array_equal(parted.put_together(cut), value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -167,13 +167,24 @@ class _Reader:
         """A reader opens what is larger than the limits."""
         self._model, self._looked, self._limits = model, looked, limits
         self._readings = readings
-        before = readings[0].calls if readings else ()
-        self._users = Counter(id(v) for call in before for v in call.variables)
+        # Of each weight how calls use it, and what a layer computes in all of its calls
+        self._uses: defaultdict[int, list[Any]] = defaultdict(list)
+        self._flops: defaultdict[int, float] = defaultdict(float)
+        for place, call in enumerate(readings[0].calls if readings else ()):
+            operation, arguments = call.operation, call.arguments
+            self._flops[id(operation)] += readings[0].graph.nodes[place].flops
+            use = (
+                id(operation),
+                parted.goes_back(arguments),
+                parted.can_be_cut(operation, arguments),
+            )
+            for v in call.variables:
+                self._uses[id(v)].append(use)
         self._owned = {id(variable) for variable in model.variables}
         self._tensors: list[Tensor] = []  # an id is a position
         self._seen: list[SeenTensor] = []  # each as it is now: a call may have deleted its mask
         self._calls: list[Call] = []
-        self._parts: dict[int, list[Any]] = {}  # of weights that are cut, by `id`
+        self._parts: dict[int, dict[int, None]] = {}  # of weights that are cut, all by `id`
         self._names: Counter[str] = Counter()
         self._visits: Counter[int] = Counter()  # of nodes: nested models may be called often
 
@@ -197,7 +208,7 @@ class _Reader:
         found = {id(v): v for call in self._calls for v in call.variables}
         # As in the model with nothing opened, so that files of a run know them by their places
         before = self._readings[0].variables if self._readings else ()
-        order = [id(part) for v in before for part in self._parts.get(id(v), [v])]
+        order = [part for v in before for part in self._parts.get(id(v), [id(v)])]
         variables = tuple({v: found[v] for v in (*order, *found) if v in found}.values())
         graph = graph_of(
             self._tensors,
@@ -299,7 +310,7 @@ class _Reader:
         )
         by_rule = is_known_by_rule(node.operation, given)
         inside = self._look(node, given)
-        if (parts := self._parts_wanted(node, inside, path)) > 1:
+        if (parts := self._parts_wanted(node, path)) > 1:
             return self._read_cut(node, parts, bindings, path)
         opened = None if self._limits is None else inside.opened(self._limits, path)
         seen = None if by_rule else inside.results()
@@ -316,26 +327,28 @@ class _Reader:
             self._seen[t] = replace(self._seen[t], mask_shape=None)
         return outputs
 
-    def _parts_wanted(self, node: Any, inside: LayerInside, path: str) -> int:
+    def _parts_wanted(self, node: Any, path: str) -> int:
         limits, layer = self._limits, node.operation
         if limits is None or not parted.can_be_cut(layer, node.arguments):
             return 1
         if limits.but:
             return parted.parts_named(limits.cut, path)
-        cost = inside.cost()
-        if cost is None or any(self._users[id(v)] > 1 for v in layer.variables):
+        # Called once, or once to look up words and once to go back to them
+        ways = {(id(layer), False, True): 1, (id(layer), True, True): 1}
+        if any(Counter(self._uses[id(v)]) - Counter(ways) for v in layer.variables):
             return 1
-        share = max(cost.flops / limits.cut_flops, parted.bytes_of(layer) / limits.cut_bytes)
+        flops = self._flops[id(layer)]
+        share = max(flops / limits.cut_flops, parted.bytes_of(layer) / limits.cut_bytes)
         return parted.number_of_parts(layer, share) if share > 1 else 1
 
     def _read_cut(
         self, node: Any, parts: int, bindings: dict[int, int], path: str
     ) -> tuple[int, ...]:
         """Adds a layer as several that have some of its columns each."""
-        network = parted.cut(node.operation, node.input_tensors[0], parts)
-        for layer in network.layers:
-            for part in layer.variables:
-                self._parts.setdefault(id(parted.whole_of(part)), []).append(part)
+        back = parted.goes_back(node.arguments)
+        network = parted.cut(node.operation, node.input_tensors[0], parts, back=back)
+        for part in (part for layer in network.layers for part in layer.variables):
+            self._parts.setdefault(id(parted.whole_of(part)), {})[id(part)] = None
         env = {id(network.inputs[0]): bindings[id(node.input_tensors[0])]}
         self._read(network, env, f"{path}/")
         return (env[id(network.outputs[0])],)

@@ -165,10 +165,12 @@ def _work(graph: LayerGraph, node: Node, loss: float) -> NodeWork:
         return NodeWork(node.flops + loss, 0.0, 0.0, needed)
     written = sum(t.bytes_per_sample for t in moved)
     read = sum(graph.tensors[t].bytes_per_sample for t in node.inputs)
-    weights = sum(graph.weights[w].bytes for w in node.weights) if node.flops else 0
-    # Of a table only the rows that are picked are read: as much as is made of them.
-    picked = written if node.weights and not node.flops else 0
-    moves = read + written + picked + node.residual_bytes
+    own = [graph.weights[w] for w in node.weights]
+    # Of a table only the rows that are picked are read, as much as is made of them: what reads all
+    # of its weights computes with each.
+    reads_all = node.flops >= sum(math.prod(weight.shape) for weight in own)
+    weights = sum(weight.bytes for weight in own) if reads_all else 0
+    moves = read + written + written * (not reads_all) + node.residual_bytes
     return NodeWork(node.flops + loss, moves, weights, needed)
 
 

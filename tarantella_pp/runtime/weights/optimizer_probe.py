@@ -20,7 +20,7 @@ from tarantella_pp.internals.parted import parts_of
 from tarantella_pp.runtime.weights.value_stream import Array
 
 _SHAPES = ((3, 4), (5,), (4, 2))
-# Of what has columns: a bias, and a matrix large enough for what only large ones get
+# Of what is cut: a bias, and a matrix large enough for what only large ones get
 _CUT_SHAPES = ((5,), (160, 130))
 # Of gradients: what an optimizer clips, or does with a NaN, shows in some only
 _SCALES = ((10.0, 10.0, 10.0), (1e-6, 1e-6, 1e-6), (1e6, 10.0, 10.0), (np.nan, 10.0, 10.0))
@@ -64,7 +64,7 @@ def _check_columns(optimizer: Any, weights: Sequence[Any]) -> None:
 
 
 def looks_at_wholes(optimizer: Any, weights: Sequence[Any]) -> Any:
-    """The optimizer, or one in it, that trains columns of some weights in another way than all.
+    """The optimizer, or one in it, that trains parts of some weights in another way than all.
 
     Clipping by norms is left out where ranks know the norms of whole weights.
     """
@@ -76,30 +76,39 @@ def looks_at_wholes(optimizer: Any, weights: Sequence[Any]) -> Any:
         if (
             clips
             or any(excludes(part, w) for w in weights)
-            or not all(_by_columns(part, shape, scales) for shape, scales in tried)
+            or not all(_by_parts(part, shape, scales) for shape, scales in tried)
         ):
             return part
     return None
 
 
-def _by_columns(optimizer: Any, shape: tuple[int, ...], scales: Sequence[float]) -> bool:
+def _by_parts(optimizer: Any, shape: tuple[int, ...], scales: Sequence[float]) -> bool:
+    """Tries two parts, of other rows and of other columns each."""
     rng = np.random.default_rng(0)
     values, gradients = rng.normal(size=shape), scales[1] * rng.normal(size=(_STEPS, *shape))
     gradients[..., 0] *= scales[0] / scales[1]
-    whole, *parts = (
+    halves = (
+        [slice(size // 2) for size in shape[:-1]],
+        [slice(size // 2, None) for size in shape[:-1]],
+    )
+    owns = [(), (*halves[0], slice(1)), (*halves[1], slice(1, None))]
+    found = [
         _tried(
             optimizer,
-            [values[..., own]],
-            [gradients[..., own]],
+            [values[own]],
+            [gradients[(slice(None), *own)]],
             clipnorm=None,
             global_clipnorm=None,
         )
-        for own in (slice(None), slice(1), slice(1, None))
-    )
-    if any(isinstance(one, Exception) for one in (whole, *parts)):
+        for own in owns
+    ]
+    if any(isinstance(one, Exception) for one in found):
         return False
-    together = np.concatenate([part.reshape(*shape[:-1], -1) for part in parts], -1)
-    return np.allclose(whole.reshape(shape), together, _TOLERANCE, 0.0, equal_nan=True)
+    whole = found[0].reshape(shape)
+    return all(
+        np.allclose(whole[own].ravel(), part, _TOLERANCE, 0.0, equal_nan=True)
+        for own, part in zip(owns[1:], found[1:], strict=True)
+    )
 
 
 def treats_weights_apart(optimizer: Any) -> bool:

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.internals import state
 from tarantella_pp.internals.optimizers import scales_dynamically
-from tarantella_pp.internals.parted import columns_in, columns_of, in_parts, whole_of
+from tarantella_pp.internals.parted import columns_in, columns_of, in_parts, put_together, whole_of
 from tarantella_pp.runtime.comm.collective import digest, on_all_ranks
 from tarantella_pp.runtime.comm.communicator import TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import variable_dtype
@@ -104,12 +103,13 @@ class OptimizerState:
         read = stream.add(held.__getitem__)
 
         def value_of(slots: Sequence[int]) -> Array:
-            parts = []
+            parts = {}
             for slot in slots:
                 shape, dtype = described[slot]
                 owner = ranks.world_ranks[self._source(self._slots[slot].positions)]
-                parts.append(read(owner, slot, TensorSpec(tuple(shape), dtype)))
-            return np.concatenate(parts, -1) if parts[1:] else parts[0]
+                columns = self._keys[slot].partition("/")[2]
+                parts[columns] = read(owner, slot, TensorSpec(tuple(shape), dtype))
+            return put_together(parts)
 
         values = [functools.partial(value_of, slots) for slots in self._saved]
         return self._stand_in(dict(enumerate(values)))

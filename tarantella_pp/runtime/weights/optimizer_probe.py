@@ -20,7 +20,7 @@ from tarantella_pp.internals.parted import parts_of
 from tarantella_pp.runtime.weights.value_stream import Array
 
 _SHAPES = ((3, 4), (5,), (4, 2))
-# Of what is cut: a bias, and a matrix large enough for what only large ones get
+# Of parts: a bias, and a matrix large enough for what only large ones get
 _CUT_SHAPES = ((5,), (160, 130))
 # Of gradients: what an optimizer clips, or does with a NaN, shows in some only
 _SCALES = ((10.0, 10.0, 10.0), (1e-6, 1e-6, 1e-6), (1e6, 10.0, 10.0), (np.nan, 10.0, 10.0))

@@ -72,6 +72,10 @@ class StageCostModel:
         return peak_memory.BackwardPass(self.keeping)
 
     @cached_property
+    def _backward_of_all(self) -> peak_memory.BackwardPass:
+        return peak_memory.BackwardPass(self.graph)
+
+    @cached_property
     def reduced(self) -> tuple[Sequence[float], Sequence[float]]:
         """Bytes in which each variable travels between replicas, where another trains it or not."""
         found = [
@@ -234,9 +238,7 @@ class StageCostModel:
         again = [self.repeating.nodes[node.id] for node in nodes]
         # What runs again for later operations is there for its own gradient, too: nothing of it is
         # made a third time.
-        more = peak_memory.BackwardPass(self.graph).bytes(
-            [node.id for node in nodes], self.rows, again
-        )
+        more = self._backward_of_all.bytes([node.id for node in nodes], self.rows, again)
         times = [node.flops if self.seconds is None else self.seconds[node.id][0] for node in again]
         parts = [seconds * node.repeated for seconds, node in zip(times, again, strict=True)]
         share = min(1.0, sum(parts) / sum(times)) if sum(times) else 1.0

@@ -102,10 +102,7 @@ def main() -> None:
 
     model = build_model(x.shape[1:])
     model = tnt.PipelineModel(  # <-- 2
-        model,
-        num_stages=args.stages,
-        num_micro_batches=args.micro_batches,
-        schedule=args.schedule,
+        model, num_stages=args.stages, num_micro_batches=args.micro_batches, schedule=args.schedule
     )
     steps = args.epochs * -(-len(x) // args.batch_size)
     model.compile(

@@ -133,7 +133,6 @@ def _newest_whole(folders: list[Path]) -> tuple[Path, Manifest]:
 
 
 def _restored(folder: Path, manifest: Manifest, source: str | None) -> Any:
-    """The model of a checkpoint, with its weights and the state of its optimizer."""
     if manifest.plan is None:
         raise ConfigurationError(
             f"Checkpoint '{folder}' is one of a model with steps of its own, which is not "

@@ -241,7 +241,6 @@ def choose_plan(
 
 
 def _candidates(searches: Sequence[PlanSearch], deadline: float) -> list[Candidate]:
-    """Returns what to choose from."""
     found: list[Candidate] = []
     for search in searches:
         if not found or time.thread_time() < deadline:

@@ -244,7 +244,6 @@ def _buffers(rows: int, specs: Sequence[Any]) -> list[TensorSpec]:
 
 
 def _signature(inputs: Sequence[tf.Tensor], y: Any, weight: Any) -> bytes:
-    """Names what there is in a batch."""
     specs = [([None, *tensor.shape[1:]], tensor.dtype.name) for tensor in inputs]
     return msgspec.msgpack.encode([specs, y, weight])
 

@@ -255,7 +255,6 @@ class Engine:
             raise
 
     def _exchange(self, what: str, happens: bool) -> contextlib.AbstractContextManager[None]:
-        """Records what ranks exchange, if they do."""
         return self.stages.executor.recorder.span(what) if happens else contextlib.nullcontext()
 
     def _learn_of_gradients(self, compiled: Compilation) -> None:

@@ -142,7 +142,6 @@ class OptimizerStep:
         self._started.clear()
 
     def _collected(self, stages: Iterable[int]) -> Collected:
-        """What was collected of the gradients of some stages in this step."""
         for stage in stages:
             if stage not in self._taken:
                 self._taken[stage] = self._sums[stage].take_collected()

@@ -171,13 +171,9 @@ class _Reader:
         self._uses: defaultdict[int, list[Any]] = defaultdict(list)
         self._flops: defaultdict[int, float] = defaultdict(float)
         for place, call in enumerate(readings[0].calls if readings else ()):
-            operation, arguments = call.operation, call.arguments
-            self._flops[id(operation)] += readings[0].graph.nodes[place].flops
-            use = (
-                id(operation),
-                parted.goes_back(arguments),
-                parted.can_be_cut(operation, arguments),
-            )
+            layer, given = call.operation, call.arguments
+            self._flops[id(layer)] += readings[0].graph.nodes[place].flops
+            use = (id(layer), parted.goes_back(given), parted.can_be_cut(layer, given))
             for v in call.variables:
                 self._uses[id(v)].append(use)
         self._owned = {id(variable) for variable in model.variables}
@@ -509,7 +505,6 @@ def _supported_network(model: Any) -> Any:
 
 
 def _check_input(tensor: Any) -> None:
-    """Refuses an input of the model that cannot be given to a stage."""
     layer = input_layer_of(tensor)
     if getattr(layer, "optional", False):
         raise UnsupportedModelError(
@@ -520,7 +515,6 @@ def _check_input(tensor: Any) -> None:
 
 
 def _check_result(tensor: Any, node: Any, name: str) -> None:
-    """Refuses a result that cannot travel between stages."""
     # Keras marks a dense tensor times a number, and what follows from that, as sparse, too
     makes_sparse = isinstance(node.operation, keras.layers.Layer) and not any(
         given.sparse for given in node.input_tensors

@@ -262,7 +262,6 @@ def reduction_bytes(graph: LayerGraph, config: PlanConfig, share: float) -> list
 
 
 def _looked_up_rows(graph: LayerGraph) -> Counter[int]:
-    """Rows of a sample that are looked up in each table."""
     ids: Counter[int] = Counter()
     for node in graph.nodes:
         for weight in node.weights if node.kind in LOOKUPS else ():

@@ -64,7 +64,6 @@ class Plan(PlanData, frozen=True):
         return table(self)
 
     def _repr_html_(self) -> str:
-        """Returns the page of the plan, as a notebook shows it."""
         from tarantella_pp.partition.plan.page import as_frame, render_html
 
         return as_frame(render_html(self))

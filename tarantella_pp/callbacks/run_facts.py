@@ -67,9 +67,9 @@ def refuse_others(
     saved: Manifest, facts: Mapping[str, Any], config: Any, rate: float | None, where: str
 ) -> None:
     """Refuses to go on with a checkpoint of something else."""
-    found = differences(
-        _comparable(saved.facts, saved.config), _comparable(facts, config), _MOST_DIFFERENCES
-    )
+    # A fact that an older version did not write down is not known to differ.
+    before = _comparable({**facts, **saved.facts}, saved.config)
+    found = differences(before, _comparable(facts, config), _MOST_DIFFERENCES)
     began = saved.facts["compiled"].get(_RATE)
     if isinstance(began, float) and rate not in (began, saved.learning_rate):
         found.append(f"compiled.{_RATE}: {began!r} in the checkpoint, {rate!r} now")

@@ -255,6 +255,6 @@ def test_what_training_builds_is_no_sign_of_another_run():
         {"class_name": "GAN", "build_config": shape} for shape in (None, {"input_shape": [None, 6]})
     )
     saved = SimpleNamespace(facts=facts, config=unbuilt, learning_rate=None)
-    refuse_others(saved, facts, built, None, "here")
+    refuse_others(saved, {"floatx": "float32", **facts}, built, None, "here")  # of an older one
     with pytest.raises(ConfigurationError, match="class_name: 'GAN' in the checkpoint, 'VAE' now"):
         refuse_others(saved, facts, {**built, "class_name": "VAE"}, None, "here")

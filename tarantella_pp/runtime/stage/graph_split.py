@@ -199,6 +199,14 @@ def _kept(
     older = [tensor for tensor in read_by_w if tensor.op not in of_b]
     # B repeats dear operations once, for both.
     for_w, _ = _least(sides, older, only_on_weights, there, (lambda op: 0.0) if dear else price)
+
+    def is_kept(tensor: tf.Tensor) -> bool:
+        return tensor.ref() in kept or tensor.ref() in there or only_on_weights(tensor.op)
+
+    # B makes what W alone keeps, unless that takes inputs of the stage: then W keeps what B does.
+    _, made_by_b = graph_functions.frontier([ref.deref() for ref in for_w - kept], is_kept)
+    if made_by_b & {tensor.op for tensor in trace.inputs}:
+        for_w = {tensor.ref() for tensor in graph_functions.frontier(older, is_kept)[0]} & kept
     from_b = [tensor for tensor in read_by_w if tensor.op in of_b]
     # What both need waits for W, and B only looks at it.
     return (

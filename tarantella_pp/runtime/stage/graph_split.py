@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -197,16 +197,11 @@ def _kept(
 
     read_by_w, _ = graph_functions.frontier(trace.weight_gradients, is_older)
     older = [tensor for tensor in read_by_w if tensor.op not in of_b]
-    # B repeats dear operations once, for both.
-    for_w, _ = _least(sides, older, only_on_weights, there, (lambda op: 0.0) if dear else price)
-
-    def is_kept(tensor: tf.Tensor) -> bool:
-        return tensor.ref() in kept or tensor.ref() in there or only_on_weights(tensor.op)
-
-    # B makes what W alone keeps, unless that takes inputs of the stage: then W keeps what B does.
-    _, made_by_b = graph_functions.frontier([ref.deref() for ref in for_w - kept], is_kept)
-    if made_by_b & {tensor.op for tensor in trace.inputs}:
-        for_w = {tensor.ref() for tensor in graph_functions.frontier(older, is_kept)[0]} & kept
+    # B repeats dear operations once, for both. It makes what W alone keeps, so W's cut begins with
+    # what B is given.
+    for_w, _ = _least(
+        sides, older, only_on_weights, there, (lambda op: 0.0) if dear else price, kept
+    )
     from_b = [tensor for tensor in read_by_w if tensor.op in of_b]
     # What both need waits for W, and B only looks at it.
     return (
@@ -223,17 +218,22 @@ def _least(
     only_on_weights: Holds,
     there: set[Any],
     flops_per_byte: Callable[[tf.Operation], float],
+    begin: Collection[Any] = (),
 ) -> tuple[set[Any], bool]:
-    """References of the tensors to keep so that others can be read; whether dear ones run again."""
+    """References of the tensors to keep so that others can be read; whether dear ones run again.
+
+    Nothing above `begin` is kept or made again.
+    """
 
     def is_there(tensor: tf.Tensor) -> bool:
         return tensor.ref() in there or only_on_weights(tensor.op)
 
     needed = [tensor.ref() for tensor in read if not is_there(tensor)]
-    _, above = graph_functions.frontier(read, is_there)
+    used, above = graph_functions.frontier(read, lambda t: is_there(t) or t.ref() in begin)
+    made_once = {tensor.op for tensor in used if tensor.ref() in begin} - above
     parts = [
-        (one, flops_per_byte(op))
-        for op in sorted(above, key=sides.order.__getitem__)
+        (one, flops_per_byte(op) if op in above else 0.0)
+        for op in sorted(above | made_once, key=sides.order.__getitem__)
         for one in operations_of(op, lambda t: t.ref(), only_on_weights)
     ]
     operations, prices = [one for one, _ in parts], [price for _, price in parts]

@@ -10,14 +10,25 @@ from tarantella_pp.runtime.stage.graph_functions import ancestors
 from tarantella_pp.runtime.stage.graph_split import Trace, split_graph
 
 
-def traced(weights, biases=(), worth=0.0):
+def product(y, weight, bias):
+    return tf.nn.softplus(tf.matmul(y, weight) + bias)
+
+
+def gated(y, weight, bias):
+    z = tf.cast(y, tf.float32)
+    z *= tf.math.rsqrt(tf.reduce_mean(tf.square(z), -1, keepdims=True))
+    gate = tf.cast(z, y.dtype) * bias @ weight
+    return y + (tf.nn.silu(gate) * (tf.cast(z, y.dtype) * bias @ weight)) @ weight
+
+
+def traced(weights, biases=(), worth=0.0, block=product):
     """A chain of products, one for each weight, with its gradients."""
     found = {}
 
     def run(x):
         y = x
         for weight, bias in itertools.zip_longest(weights, biases, fillvalue=0.0):
-            y = tf.nn.softplus(tf.matmul(y, weight) + bias)
+            y = block(y, weight, bias)
         seed = tf.compat.v1.placeholder(y.dtype, y.shape)
         variables = list({id(weight): weight for weight in (*weights, *biases)}.values())
         back, *gradients = tf.gradients(y, [x, *variables], grad_ys=seed)
@@ -41,8 +52,10 @@ def operations_of(part, fed):
     found = []
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in fed]
     run = tf.function(lambda *given: found.extend(part(*given)), specs, autograph=False)
-    graph = run.get_concrete_function().graph
-    return [op.type for op in graph.get_operations()], found
+    operations = run.get_concrete_function().graph.get_operations()
+    not_given = [op.name for op in operations if op.type == "Placeholder" and "part" in op.name]
+    assert not not_given
+    return [op.type for op in operations], found
 
 
 def test_each_weight_gradient_comes_before_the_input_gradient_of_its_operation():
@@ -80,3 +93,16 @@ def test_operations_run_again_only_when_the_backward_pass_has_come_to_them():
     at_once = [op for op in again if seed not in ancestors(op.outputs)]
     assert len(again) > 3
     assert len(at_once) <= 1  # of the last product, which is first
+
+
+def test_no_part_takes_what_it_is_not_given():
+    """What W alone keeps was once above what B is given."""
+    trace = traced(
+        [new_weight(i) for i in range(8)],
+        [tf.Variable(np.ones(4)) for _ in range(8)],
+        FLOPS_PER_BYTE,
+        gated,
+    )
+    parts = split_graph(trace)
+    operations_of(parts.backward_input, [*trace.seeds, *parts.residuals])
+    operations_of(parts.backward_weight, [*parts.kept_for_w, *parts.b_to_w])

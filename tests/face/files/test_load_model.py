@@ -12,12 +12,12 @@ import pytest
 from keras import layers
 
 import tarantella_pp as tnt
-from tarantella_pp.errors import ConfigurationError, FileError, UnsupportedModelError
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tests.helpers import training
 from tests.helpers.files import error_of, held_bytes
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import ROUNDING, distance, use_float64
-from tests.zoo.models import FromArray, mlp, nested, sequential, tied_head
+from tests.zoo.models import FromArray, mlp, sequential
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
 
@@ -128,18 +128,6 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("build", [sequential, nested, tied_head])
-def test_every_kind_of_model_is_loaded(tmp_path, build):
-    plain = build()
-    plain.save(tmp_path / "model.keras")
-    model = tnt.models.load_model(tmp_path / "model.keras", num_stages=2)
-    assert type(model) is tnt.PipelineModel
-    assert model.plan.num_stages == 2
-    assert distance([plain.get_weights()], [model.get_weights()]) == 0
-    assert not model.compiled
-    assert type(keras.models.model_from_json(model.to_json())) is type(plain)
-
-
 def test_legacy_files(tmp_path):
     small().save(tmp_path / "model.h5")
     expected = keras.models.load_model(tmp_path / "model.h5").get_weights()
@@ -217,16 +205,6 @@ def test_clones_of_distributed_models():
     )
     assert wider.plan.num_stages == 2
     assert [w.shape for w in wider.weights] == [w.shape for w in model.weights]
-
-
-def test_plain_models_are_saved_too(tmp_path):
-    plain, path = mlp(), tmp_path / "model.keras"
-    tnt.models.save_model(plain, path)
-    assert distance([keras.models.load_model(path).get_weights()], [plain.get_weights()]) == 0
-    with pytest.raises(ConfigurationError, match=r"exists.*overwrite=False"):
-        tnt.models.save_model(plain, path, overwrite=False)
-    with pytest.raises(FileError, match=r"none.model\.keras"):
-        tnt.models.save_model(plain, tmp_path / "none" / "model.keras")
 
 
 # On ranks

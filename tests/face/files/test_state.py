@@ -157,18 +157,15 @@ def refusals():
     return [error_of(functools.partial(model.compile, kind, "mse")) for kind in kinds]
 
 
-def begin_all(folder, names):
+def begin_and_resume(folder, names):
     use_float64()
-    if world().rank == 1:
-        mlp()  # so that Keras counts its layers otherwise
+    slots = []
     for name in names:
+        if world().rank == 1:
+            mlp()  # so that Keras counts its layers otherwise
         begun(name, Path(folder), num_stages=stages_of(name))
-    return refusals()
-
-
-def resume_all(folder, names):
-    use_float64()
-    return [resumed(name, Path(folder), num_stages=stages_of(name)) for name in names]
+        slots.append(resumed(name, Path(folder), num_stages=stages_of(name)))
+    return slots, refusals()
 
 
 def stages_of(name):
@@ -179,14 +176,13 @@ def stages_of(name):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_break_changes_nothing_on_several_ranks(tmp_path):
-    """In new processes."""
-    run = mpi_run(2, begin_all, str(tmp_path), NAMES, timeout=300).check()
-    for foreign, odd in run.results:
+    results = mpi_run(2, begin_and_resume, str(tmp_path), NAMES, timeout=300).check().results
+    slots, refused = zip(*results, strict=True)
+    for foreign, odd in refused:
         assert re.search("built for other weights, .* Pass a new optimizer", foreign)
         assert re.search("OddOptimizer .* divided among ranks", odd)
-    run = mpi_run(2, resume_all, str(tmp_path), NAMES, timeout=300).check()
-    for name, slots in zip(NAMES, zip(*run.results, strict=True), strict=True):
-        check(name, tmp_path, slots)
+    for name, of_ranks in zip(NAMES, zip(*slots, strict=True), strict=True):
+        check(name, tmp_path, of_ranks)
 
 
 @pytest.mark.slow

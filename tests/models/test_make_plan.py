@@ -45,9 +45,7 @@ def largest(plan):
     return max(stage.memory_bytes for stage in plan.stages)
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "batch_size"), [(2, 64), (4, 96), pytest.param(3, 128, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("num_stages", "batch_size"), [(2, 64), (4, 96)])
 def test_the_fastest_number_of_micro_batches_is_chosen(num_stages, batch_size):
     model, given = tower(8), {"batch_size": batch_size, "machine": SLOW}
     plan = make_plan(model, num_stages, **given)
@@ -83,7 +81,7 @@ def test_batch_normalization_sees_some_samples():
     assert make_plan(tower(4), 2, machine=machine).micro_batch_size == 1
 
 
-@pytest.mark.parametrize(("num_stages", "share"), [(2, 0.9), (3, 0.9), (3, 0.7)])
+@pytest.mark.parametrize(("num_stages", "share"), [(2, 0.9), (3, 0.7)])
 def test_under_a_limit_no_recomputing_of_whole_stages_is_faster(num_stages, share):
     model = tower(9, activation="gelu")
     given = {"batch_size": 4096, "num_micro_batches": 16, "machine": SLOW,
@@ -144,7 +142,6 @@ def test_under_a_limit_ranks_may_hold_less_of_two_stages():
     [
         pytest.param({}, marks=pytest.mark.slow),
         {"num_micro_batches": 4, "recompute": "none"},
-        pytest.param({"recompute": "all", "schedule": "gpipe"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_refused_limit_names_the_smallest_that_works(options):
@@ -207,7 +204,6 @@ def test_shapes_are_those_that_model_and_options_allow():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "num_stages=None"),
         ({"num_ranks": 0}, "num_ranks=0"),
         ({"num_ranks": 8, "num_stages": 3}, "num_ranks=8, num_stages=3"),
         ({"num_ranks": 8, "num_stages": 2, "num_replicas": 2}, "num_replicas=2"),
@@ -220,19 +216,10 @@ def test_options_that_cannot_work_are_refused(options, message):
         make_plan(tower(4), **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_stages": 3, "num_micro_batches": 4},
-        {"num_stages": 4, "num_micro_batches": 4, "schedule": "interleaved"},
-        {"num_stages": 3, "num_micro_batches": 2, "schedule": "zb-h1"},
-        {"num_stages": 2, "num_micro_batches": 4, "schedule": "zb-auto"},
-        {"num_stages": 1},
-    ],
-)
-def test_the_bubble_is_one_and_the_same_everywhere(options, tmp_path, capsys):
+def test_the_bubble_is_one_and_the_same_everywhere(tmp_path, capsys):
     dense = [layers.Dense(width) for width in (8, 64, 8, 16, 8)]  # unequal stages
-    plan = make_plan(keras.Sequential([keras.Input((8,)), *dense]), **options)
+    model = keras.Sequential([keras.Input((8,)), *dense])
+    plan = make_plan(model, 4, num_micro_batches=4, schedule="interleaved")
     simulated = planned_step(plan)
     assert plan.bubble == pytest.approx(simulated.bubble_fraction)
     shown = f"{100 * plan.bubble:.1f} %"
@@ -251,23 +238,19 @@ def resnet():
     return extract(demo.build_model((64, 64, 3)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [16, None])
-def test_the_default_is_the_fastest_plan(resnet, number):
-    model, batch_size = (tower(8), 4096) if number is None else (resnet, 256)
-    given = {"batch_size": batch_size, "num_micro_batches": number}
-    plan = make_plan(model, 4, **given)
+def test_the_default_is_the_fastest_plan(resnet):
+    given = {"batch_size": 256, "num_micro_batches": 16}
+    plan = make_plan(resnet, 4, **given)
     assert plan.balance == "flops"
     others = [
-        make_plan(model, 4, **given, balance=balance, schedule=schedule)
+        make_plan(resnet, 4, **given, balance=balance, schedule=schedule)
         for balance in ("memory", "flops")
         for schedule in ("1f1b", "zb-h1")
     ]
     fastest = min(others, key=lambda other: other.step_seconds)
     assert plan.step_seconds == fastest.step_seconds == pytest.approx(seconds(plan, CORE))
-    if number is not None:  # a step of less than 0.01 s is told in other words
-        assert f"A step takes {plan.step_seconds:.3g} s, simulated." in str(plan)
-        assert f"A step takes {plan.step_seconds:.3g} s, simulated." in render_html(plan)
+    for told in (str(plan), render_html(plan)):
+        assert f"A step takes {plan.step_seconds:.3g} s, simulated." in told
 
 
 def test_a_measured_profile_is_chosen_by(resnet):
@@ -279,11 +262,10 @@ def test_a_measured_profile_is_chosen_by(resnet):
         for node in graph.nodes
     )
     profile = Profile("digits", graph.fingerprint(), 1, (8,), nodes)
-    plan = make_plan(resnet, 2, profile=profile, num_micro_batches=4, schedule="1f1b")
+    given = {"profile": profile, "num_micro_batches": 4, "schedule": "1f1b"}
+    plan = make_plan(resnet, 2, **given)
     assert plan.stages[0].seconds is not None
-    by_time = make_plan(
-        resnet, 2, profile=profile, num_micro_batches=4, schedule="1f1b", balance="time"
-    )
+    by_time = make_plan(resnet, 2, **given, balance="time")
     assert plan.balance == "time"
     assert plan.step_seconds == by_time.step_seconds
     assert plan.assignment[-4:] == (0, 0, 1, 1)
@@ -364,3 +346,11 @@ def test_options_that_do_not_fit_the_ranks_that_are_left_are_open(monkeypatch):
     assert agreed_plan._on_ranks(PlanOptions(num_stages=4), 4, extracted).num_stages == 4
     with pytest.raises(ConfigurationError, match="num_stages=3 on 4 ranks"):
         agreed_plan._on_ranks(PlanOptions(num_stages=3, balance=[3, 3, 2]), 4, extracted)
+    monkeypatch.delenv("TNT_RESTARTS")
+    norm = layers.BatchNormalization(synchronized=True)  # refused where replicas share a batch
+    one = extract(keras.Sequential([keras.Input((4,)), norm, layers.Dense(1)]))
+    asked = [agreed_plan._on_ranks(PlanOptions(), 2, each) for each in (extracted, one)]
+    assert [options.num_replicas for options in asked] == [None, 1]
+    for stages, hint in ((4, "Start 4 ranks"), (2, "num_stages=2 on 3"), (5, "num_stages=5 on 3")):
+        with pytest.raises(ConfigurationError, match=hint):
+            agreed_plan._on_ranks(PlanOptions(num_stages=stages), 3, extracted)

@@ -1,22 +1,21 @@
 """Replicas of a pipeline: the numbers of one process, each batch and its gradients shared."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
 
 import tarantella_pp as tnt
-from tarantella_pp.errors import ReplicaError, TarantellaError, UnsupportedModelError
+from tarantella_pp.errors import ReplicaError
 from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers import training
+from tests.helpers.files import error_of
 from tests.helpers.mpi import PYTHONS, mpi_run
 from tests.helpers.training import BATCH, CASES, ROUNDING, X, Y, adamw, distance, fitted
 from tests.zoo.models import perceptron
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.usefixtures("untried")]
-
-
-def averaging():
-    return keras.optimizers.Adam(0.01, global_clipnorm=0.05, use_ema=True, ema_momentum=0.7)
 
 
 SHARDED = CASES["regularized, evenly"], CASES["looked_up_again, evenly"]
@@ -26,8 +25,8 @@ SHARDED = CASES["regularized, evenly"], CASES["looked_up_again, evenly"]
 def begun(case, **options):
     keras.utils.set_random_seed(1)
     model = tnt.PipelineModel(case.build(), 2, **options) if options else case.build()
-    compiled = {**case.compiled(), "optimizer": averaging()}
-    model.compile(**compiled, run_eagerly=not options)
+    averaging = keras.optimizers.Adam(0.01, global_clipnorm=0.05, use_ema=True, ema_momentum=0.7)
+    model.compile(**case.compiled() | {"optimizer": averaging}, run_eagerly=not options)
     return model
 
 
@@ -64,7 +63,7 @@ def test_sharded_optimizers_give_the_same_bits(tmp_path, python):
         assert sum(b for _, b in slots) == sum(a for a, _ in slots) // 2  # two have each stage
 
 
-def be_refused_and_train(folder):
+def be_refused_and_train():
     """Small batches, metrics that look at all samples, and what is refused, on this rank."""
     training.use_float64()
     found = {}
@@ -74,13 +73,7 @@ def be_refused_and_train(folder):
     found["constraint"] = [constrained(num_stages=2), constrained(shard_optimizer=True)]
     found["written"] = [written_on_one_rank(n, r) for n, r in ((1, 1), (2, 0), (2, 1))]
     found["coupled"] = coupled(tnt.PipelineModel(perceptron(), num_stages=1, num_micro_batches=2))
-    model.save(f"{folder}/m.keras")
-    found["weights"] = [w.tolist() for w in model.get_weights()]
-    found["shapes"] = [shape_of(model) for model in (perceptron(), synchronized())]
-    found["rounded"] = trained_rounded(folder)
-    limit = made_for_two_stages()
-    found["shapes"].append(shape_of(wide(), memory_limit=limit))
-    found["shapes"].append(shape_of(wide(), schedule="interleaved"))
+    found["rounded"] = trained_rounded()
     return found
 
 
@@ -101,7 +94,7 @@ def trained_once(model):
     return [w.tolist() for w in model.get_weights()]
 
 
-def trained_rounded(folder):
+def trained_rounded():
     """Weights after training with gradients that are sent rounded, also to owners of weights."""
     found = []
     for sharded in (False, True):
@@ -109,24 +102,7 @@ def trained_rounded(folder):
         options = {"gradient_dtype": "bfloat16", "shard_optimizer": sharded}
         model = tnt.Model(perceptron(), num_micro_batches=2, **options)
         found.append(trained_once(model))
-    if world().rank == 0:
-        model.plan.save(f"{folder}/plan.json")
     return found
-
-
-def wide():
-    return keras.Sequential([keras.Input((64,)), *[keras.layers.Dense(64) for _ in range(6)]])
-
-
-def made_for_two_stages():
-    """A limit that one stage is above, and neither of two."""
-    whole, half = (tnt.make_plan(wide(), n, num_ranks=2).stages[0].memory_bytes for n in (1, 2))
-    return (whole + half) // 2
-
-
-def shape_of(model, **options):
-    plan = tnt.PipelineModel(model, **options).plan
-    return [plan.num_stages, plan.num_replicas]
 
 
 def differ():
@@ -136,10 +112,7 @@ def differ():
     model.fit(X[:16], Y[:16], batch_size=8, verbose=0)  # compared after the second step
     weight = model.trainable_variables[1]
     weight.assign(weight + world().rank)
-    try:
-        model.fit(X[:16], Y[:16], batch_size=8, verbose=0)
-    except TarantellaError as error:
-        return f"{type(error).__name__}: {error}"
+    return error_of(lambda: model.fit(X[:16], Y[:16], batch_size=8, verbose=0))
 
 
 def constrained(num_stages=1, **options):
@@ -150,9 +123,7 @@ def constrained(num_stages=1, **options):
         weight.constraint = lambda w: w * sum(map(keras.ops.mean, weights))
     model = tnt.PipelineModel(model, num_stages, **options)
     model.compile(adamw(), "mse")
-    with pytest.raises(UnsupportedModelError) as refused:
-        model.train_on_batch(X, Y)
-    return str(refused.value)
+    return error_of(lambda: model.train_on_batch(X, Y))
 
 
 def written_on_one_rank(num_stages, rank):
@@ -167,11 +138,10 @@ def written_on_one_rank(num_stages, rank):
     if num_stages > 1:
         write()
     writing = [keras.callbacks.LambdaCallback(on_epoch_end=write)]
-    with pytest.raises(ReplicaError) as refused:
-        model.fit(X[:8], Y[:8], batch_size=8, verbose=0, callbacks=writing)
+    said = error_of(lambda: model.fit(X[:8], Y[:8], batch_size=8, verbose=0, callbacks=writing))
     with pytest.raises(ReplicaError):
         model.save_weights("never.weights.h5")
-    return str(refused.value)
+    return said
 
 
 def squared_total(y_true, y_pred):
@@ -189,39 +159,28 @@ def coupled(model):
     return model.fit(X[:16], Y[:16], batch_size=BATCH, shuffle=False, verbose=0, epochs=2).history
 
 
-def synchronized():
-    """A model that is refused where replicas share a batch."""
-    norm = keras.layers.BatchNormalization(synchronized=True)
-    return keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(1)])
-
-
 @pytest.mark.slow
-def test_small_batches_and_what_needs_all_samples(tmp_path):
-    run = mpi_run(2, be_refused_and_train, str(tmp_path), timeout=240).check()
-    first, second = run.results
+def test_small_batches_and_what_needs_all_samples():
+    first, second = mpi_run(2, be_refused_and_train, timeout=240).check().results
     assert first == second
     assert distance(trained_in_small_batches(perceptron()), first["small"]) < ROUNDING
     assert distance(coupled(perceptron()), first["coupled"]) < ROUNDING
-    stock = keras.saving.load_model(
-        tmp_path / "m.keras", custom_objects={"squared_total": squared_total}
-    )
-    assert distance([w.tolist() for w in stock.get_weights()], first["weights"], "weights") == 0
     assert "ReplicaError" in first["differ"]
     assert all(f"on rank {rank}" in first["differ"] for rank in (0, 1))
     assert "bias' is not the same" in first["differ"]
     assert "1 of " in first["differ"]
-    assert all("constraint of 'dense" in said for said in first["constraint"])
-    assert all("/kernel' is not the same on all ranks" in said for said in first["written"])
+    for said in first["constraint"]:
+        assert re.search("UnsupportedModelError: .*constraint of 'dense", said)
+    for said in first["written"]:
+        assert re.search("ReplicaError: .*/kernel' is not the same on all ranks", said)
     rounded, sharded = first["rounded"]
     keras.utils.set_random_seed(1)
     assert 1e-6 < distance(trained_once(perceptron()), rounded, "weights") < 0.1
     assert rounded == sharded
-    plan = tnt.Plan.load(tmp_path / "plan.json")
-    assert plan.gradient_dtype == "bfloat16"
-    exact = tnt.make_plan(perceptron(), 1, num_micro_batches=2, num_replicas=2)
+    given = {"num_micro_batches": 2, "num_replicas": 2}
+    exact, plan = (
+        tnt.make_plan(perceptron(), 1, **given, gradient_dtype=dtype)
+        for dtype in (None, "bfloat16")
+    )
     assert 4 * sum(plan.stages[0].bucket_bytes) == sum(exact.stages[0].bucket_bytes)  # of float64
     assert "sent as bfloat16" in " ".join(str(plan).split())
-    chosen, inside, limited, interleaved = first["shapes"]
-    assert chosen == [1, 2]
-    assert inside == limited == [2, 1]
-    assert interleaved[0] // 2 * interleaved[1] == 2

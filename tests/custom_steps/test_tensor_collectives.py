@@ -1,8 +1,11 @@
 """What users call in their own loops, on several ranks and on one."""
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import tarantella_pp as tnt
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import refused
 
@@ -10,11 +13,6 @@ pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
 
 def use_everything() -> dict:
-    import keras
-    import tensorflow as tf
-
-    import tarantella_pp as tnt
-
     rank, size = tnt.get_rank(), tnt.get_size()
     everyone = np.arange(1, size + 1)
     mine = rank + 1

@@ -11,19 +11,10 @@ from tarantella_pp.errors import ConfigurationError, TarantellaError
 from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers import training
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import CASES, X, Y, adamw, distance, fitted, refused, serial
+from tests.helpers.training import X, Y, adamw, distance, refused
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
-
-
-def test_one_process_trains_as_plain_keras():
-    keras.utils.set_random_seed(1)
-    case = CASES["mlp, evenly"]
-    model = tnt.Model(case.build())
-    model.compile(**case.compiled())
-    assert model.plan.num_stages == 1
-    assert distance(serial("mlp, evenly"), fitted(model, case)) < 1e-13
 
 
 def test_layers_make_a_model():
@@ -41,11 +32,9 @@ def test_layers_make_a_model():
 class Residual(keras.Model):
     """A subclassed model that adds losses of its own, and calls layers by the data's structure."""
 
-    def __init__(self, rate=0.0, **options):
-        super().__init__(**options)
-        self.rate = rate
+    def __init__(self):
+        super().__init__()
         self.first = keras.layers.Dense(6, "tanh", kernel_regularizer="l2")
-        self.drop = keras.layers.Dropout(rate, seed=3)
         self.second = keras.layers.Dense(6, activity_regularizer="l2")
         self.unused = keras.layers.Dense(2)
         self.last = keras.layers.Dense(3)
@@ -56,12 +45,9 @@ class Residual(keras.Model):
 
     def call(self, inputs, training=False):
         hidden = self.first(inputs["a"])
-        hidden = hidden + self.drop(self.second(hidden), training=training)
+        hidden = hidden + self.second(hidden)
         self.add_loss(0.01 * keras.ops.mean(keras.ops.square(hidden)))
         return {"p": self.last(hidden), "q": keras.ops.sum(hidden, axis=-1, keepdims=True)}
-
-    def get_config(self):
-        return {"rate": self.rate, "name": self.name}
 
 
 TARGETS = {"p": Y, "q": Y[:, :1]}
@@ -71,20 +57,13 @@ def with_inputs(model, **options):
     return tnt.Model(model, inputs={"a": keras.Input(X.shape[1:], name="a")}, **options)
 
 
-def residual(wrap, rate=0.0):
+def residual(wrap):
     keras.utils.set_random_seed(2)
-    model = Residual(rate)
+    model = Residual()
     model({"a": X[:1]})  # both ways draw the same weights
     model = wrap(model)
     model.compile(adamw(), {"p": "mse", "q": "mae"}, metrics={"p": ["mae"]})
     return model
-
-
-def random_numbers_of(model):
-    """What training in batches of one size gives."""
-    x, y = {"a": X[:16]}, {k: y[:16] for k, y in TARGETS.items()}
-    told = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-    return {"fit": told.history, "weights": [w.tolist() for w in model.get_weights()]}
 
 
 def numbers_of(model):
@@ -102,7 +81,7 @@ def numbers_of(model):
     return found
 
 
-def train_subclassed(folder):
+def train_subclassed():
     training.use_float64()
     model = residual(lambda model: with_inputs(model, num_micro_batches=2))
     found = {"plain": numbers_of(model), "shape": [model.plan.num_stages, model.plan.num_replicas]}
@@ -111,27 +90,19 @@ def train_subclassed(folder):
     found["refused"] = refused(lambda: model({"a": X}, training=True))
     if world().rank == 0:  # each rank has all weights
         model.get_weights()
-    model.save(f"{folder}/m.keras")
-    saved = keras.saving.load_model(f"{folder}/m.keras", custom_objects={"Residual": Residual})
-    again = tnt.Model(saved)
-    found["on"] = [random_numbers_of(m)["fit"] for m in (model, again)]
-    found["random"] = random_numbers_of(residual(lambda model: with_inputs(model), rate=0.4))
     return json.loads(json.dumps(found))
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_subclassed_models_train_on_two_ranks_as_in_one_process(tmp_path):
-    first, second = mpi_run(2, train_subclassed, str(tmp_path), timeout=240).check().results
+def test_subclassed_models_train_on_two_ranks_as_in_one_process():
+    first, second = mpi_run(2, train_subclassed, timeout=240).check().results
     assert first == second
     assert first["shape"] == [1, 2]
     plain = numbers_of(residual(lambda model: model))
     assert distance(plain, first["plain"], "weights") < 1e-10
-    assert distance(*first["on"]) < 1e-13
     assert distance(*first["called"]) < 1e-13
     assert "would part from its replicas" in first["refused"]
-    cut = residual(lambda model: with_inputs(model, num_micro_batches=2), rate=0.4)
-    assert distance(random_numbers_of(cut), first["random"]) < 1e-13
 
 
 class Eager(keras.Model):

@@ -21,11 +21,6 @@ def as_keras(dataset):
     """Reads no value in a way of its own."""
 
 
-def same(*models):
-    pairs = zip(*(model.get_weights() for model in models), strict=True)
-    return all((one == other).all() for one, other in pairs)
-
-
 def test_state_is_read_of_an_open_file_but_for_what_is_skipped(tmp_path):
     model, other = stack(), stack()
     model.save_weights(tmp_path / "a.weights.h5")

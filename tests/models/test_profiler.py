@@ -88,10 +88,9 @@ def test_layers_that_are_guessed_are_measured():
 
 def test_time_is_balanced_and_simulated_as_measured():
     model = tower()
-    found = made_up(
-        model, [5e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3], [5e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3]
-    )
-    plan = tnt.make_plan(model, 2, num_micro_batches=4, balance="time", profile=found)
+    times = [5e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3]
+    given = {"num_micro_batches": 4, "balance": "time", "profile": made_up(model, times, times)}
+    plan = tnt.make_plan(model, 2, **given)
     assert plan.assignment == (0, 1, 1, 1, 1, 1)
     assert plan.certificate.optimal
     assert plan.certificate.value == pytest.approx(10e-3)
@@ -100,9 +99,7 @@ def test_time_is_balanced_and_simulated_as_measured():
     step = PlanSimulation(plan, tnt.HardwareSpec(bandwidth=1e30, latency=0.0), "1f1b", 4).step()
     assert step.step_seconds == pytest.approx((4 + 1) * 10e-3)
     assert type(plan).from_json(plan.to_json()) == plan
-    repeated = tnt.make_plan(
-        model, 2, num_micro_batches=4, balance="time", profile=found, recompute="all"
-    )
+    repeated = tnt.make_plan(model, 2, **given, recompute="all")
     assert repeated.certificate.value == pytest.approx((10 + 5) * 1e-3)
 
 

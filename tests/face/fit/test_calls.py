@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tarantella_pp as tnt
+from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import X, Y, refused, sgd, use_float64
 from tests.zoo.models import mlp
@@ -15,26 +16,6 @@ from tests.zoo.models import mlp
 pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.usefixtures("untried")]
 
 QUIET = {"batch_size": 8, "shuffle": False, "verbose": 0}
-
-
-def pipeline(**options):
-    use_float64()
-    keras.utils.set_random_seed(1)
-    model = tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=2, **options)
-    model.compile(sgd(), "mse")
-    return model
-
-
-class Saves(keras.callbacks.Callback):
-    """What users write who think of the rank that prints."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.path = path
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 1 and tnt.is_master_rank():
-            self.model.save(self.path)
 
 
 def ends_badly():
@@ -45,7 +26,10 @@ def ends_badly():
 
 def make_calls_that_differ(folder):
     """Calls that ranks do not make alike; each is refused on all of them, and nothing changes."""
-    model = pipeline()
+    use_float64()
+    keras.utils.set_random_seed(1)
+    model = tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=2)
+    model.compile(sgd(), "mse")
     master = tnt.is_master_rank()
     before = [w.tolist() for w in model.get_weights()]
     zeros = [w * 0.0 for w in model.get_weights()]
@@ -86,15 +70,16 @@ def make_calls_that_differ(folder):
     plain.save_weights(own / "w.weights.json", max_shard_size=1e-3)
     found = [refused(call) for call in calls]
     assert "num_stages='two'" in refused(lambda: tnt.PipelineModel(mlp(), num_stages="two"))
-    try:
-        model.fit(ends_badly(), steps_per_epoch=4, verbose=0)
-    except Exception as error:  # that of the reader, or what it tells the others
-        found.append(str(error))
+    # That of the reader, or what it tells the others
+    found.append(error_of(lambda: model.fit(ends_badly(), steps_per_epoch=4, verbose=0)))
     iterations = int(model.optimizer.iterations)
     model.set_weights([np.array(w) for w in before])
     after = [w.tolist() for w in model.get_weights()]
     history = model.fit(X, Y, epochs=2, **QUIET).history
-    in_fit = refused(lambda: model.fit(X, Y, callbacks=Saves(f"{folder}/model.keras"), **QUIET))
+    # What users write who think of the rank that prints
+    save = lambda batch, logs: master and batch == 1 and model.save(f"{folder}/model.keras")  # noqa: E731
+    saving = keras.callbacks.LambdaCallback(on_train_batch_end=save)
+    in_fit = refused(lambda: model.fit(X, Y, callbacks=saving, **QUIET))
     return found, before == after, iterations, history, in_fit
 
 

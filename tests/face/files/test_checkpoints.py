@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from unittest import mock
 
 import keras
 import numpy as np
@@ -37,8 +38,9 @@ def compiled(deferred=False, **options):
     options = {"num_stages": 2, "num_micro_batches": 2, "balance": "memory", **options}
     model = tnt.PipelineModel(network if deferred else network(), **options)
     rate = keras.optimizers.schedules.ExponentialDecay(1e-2, 3, 0.9)
-    optimizer = keras.optimizers.Adam(rate, use_ema=True, global_clipnorm=1.0)
-    model.compile(optimizer, "mse", metrics=["mae"])
+    adam = keras.optimizers.Adam(rate, use_ema=True, global_clipnorm=1.0)
+    scaled = keras.optimizers.LossScaleOptimizer(adam, dynamic_growth_steps=4)
+    model.compile(scaled, "mse", metrics=["mae"])
     return model
 
 
@@ -157,7 +159,7 @@ def troubles(directory):
     """What ranks are told when one of them has a problem, and how all go on afterwards."""
     use_float64()
     rank, model = tnt.get_rank(), compiled()
-    patch, told = pytest.MonkeyPatch(), []
+    patch, told, full = pytest.MonkeyPatch(), [], OSError(28, "No space left on device")
 
     def caught(*callbacks, where=directory, error=TarantellaError):
         try:
@@ -178,7 +180,7 @@ def troubles(directory):
     caught(where=f"{directory}-{rank}")
     with patch.context() as only:
         if rank == 1:
-            only.setattr(checkpoint_writer, "write_tensors", full)
+            only.setattr(checkpoint_writer, "write_tensors", mock.Mock(side_effect=full))
         # In the step after the one that rank 1 does not write; rank 0 waits for its part.
         caught(*[At(7, joined), At(10, joined)] * rank)
     told += [int(model.optimizer.iterations), there(directory) == before]
@@ -205,10 +207,6 @@ def joined(callback=None):
 
 def leave(code):
     raise SystemExit(code)
-
-
-def full(*arguments):
-    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.mpi

@@ -146,13 +146,6 @@ CASES = {
         classification(lambda: keras.optimizers.AdamW(WarmUp())),
         WEIGHTED | {"validation_data": (IDS[:9], LABELS[:9])},
     ),
-    "masked_output": Case(
-        models.masked_output,
-        IDS[:, 1:],
-        integers(3, 4, seed=4),
-        classification(weighted_metrics=["accuracy"]),
-        {"sample_weight": np.random.default_rng(6).uniform(0.2, 2, size=(SAMPLES, 4))},
-    ),
     "regularized": Case(models.regularized, X, Y, regression(optimizer=adamw), WEIGHTED),
     "tied_head": Case(models.tied_head, IDS, integers(6, 5, seed=8), logits),
     "looked_up_again": Case(models.looked_up_again, IDS, LABELS, classification(adamw), WEIGHTED),
@@ -277,13 +270,6 @@ def trained(model: keras.Model, name: str) -> Outcome:
 def serial(name: str) -> Outcome:
     """What plain Keras makes of a case."""
     return trained(make(CASES[name]), name)
-
-
-@functools.cache
-def piped(name: str, stages: int, micro_batches: int, schedule: str | None) -> Outcome:
-    """What a pipeline in this process makes of a case."""
-    options = {"num_stages": stages, "num_micro_batches": micro_batches, "schedule": schedule}
-    return trained(make(CASES[name], **options), name)
 
 
 def distance(first: Any, second: Any, name: str = "") -> float:

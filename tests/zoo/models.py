@@ -122,13 +122,6 @@ def recurrent():
     return keras.Model(ids, layers.Dense(3, activation="softmax")(x))
 
 
-def masked_output():
-    ids = keras.Input((4,), dtype="int32")
-    x = layers.Embedding(6, 4, mask_zero=True)(ids)
-    x = layers.Dense(5, activation="tanh")(x)
-    return keras.Model(ids, layers.Dense(3, activation="softmax")(x))
-
-
 class AddsLoss(layers.Layer):
     """Adds a loss of what passes it."""
 

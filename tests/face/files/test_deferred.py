@@ -1,6 +1,5 @@
 """Each rank keeps the weights of its own stages, from the start or from the first step on."""
 
-import functools
 import random
 
 import keras
@@ -13,7 +12,7 @@ from tarantella_pp.errors import StaleWeightError
 from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers.files import error_of, held_bytes
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import IDS, X, Y, distance, integers, use_float64
+from tests.helpers.training import IDS, X, Y, distance, integers, logits, use_float64
 from tests.zoo.models import FromArray, dropout, tied_head
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
@@ -36,13 +35,9 @@ def all_kinds():
     return keras.Model(ids, layers.Dense(3, bias_initializer="ones")(layers.Flatten()(x)))
 
 
-def tied_loss():
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
 CASES = {
     "all kinds": (all_kinds, IDS, Y, lambda: "mse"),
-    "tied": (tied_head, IDS, integers(6, 5, seed=8), tied_loss),
+    "tied": (tied_head, IDS, integers(6, 5, seed=8), lambda: logits()["loss"]),
 }
 
 
@@ -69,24 +64,10 @@ def in_scope(build):
     return piped(model)
 
 
-@functools.cache
-def usual(name):
-    """What comes of a model whose weights are there from the start, in one process."""
-    return trained(name, lambda build: piped(build()))[1]
-
-
-def test_weights_that_come_late_are_the_same():
-    found = []
-    for wrap in (piped, lambda build: piped(build())):
-        keras.utils.set_random_seed(1)
-        found.append([w.tolist() for w in wrap(all_kinds).get_weights()])
-    assert found[0] == found[1]
-
-
 def everything(folder):
     use_float64()
     random.seed(world().rank)  # ranks need not begin alike
-    found = {"tied": trained("tied", in_scope)[1]}
+    found = {"tied": trained("tied", in_scope)[1], "tuned": tuning(folder, piped)}
     model, found["all kinds"] = trained("all kinds", piped)
     shares = [held_bytes(model)]
     model.fit(IDS[:ROWS], Y[:ROWS], **QUIET)
@@ -106,26 +87,6 @@ def everything(folder):
     found["failed"] = error_of(lambda: model.save(f"{folder}/none/model.keras"))
     found["after"] = model.fit(IDS[:ROWS], Y[:ROWS], **QUIET).history["loss"]
     return found
-
-
-@pytest.mark.mpi
-@pytest.mark.slow
-def test_no_rank_has_more_than_its_share(tmp_path):
-    run = mpi_run(2, everything, str(tmp_path), timeout=400, env={"TNT_TIMEOUT": "90"}).check()
-    for found in run.results:
-        for name in CASES:
-            assert distance(found[name], usual(name)) < BITS
-        gathered, fitted, saved, loaded = found["shares"]
-        assert gathered >= found["whole"]
-        assert fitted == saved == loaded < 0.75 * found["whole"]
-        assert found["loaded"]
-        assert "FileError" in found["failed"] or "ConfigurationError" in found["failed"]
-        assert np.isfinite(found["after"]).all()
-    plain = keras.saving.load_model(tmp_path / "model.keras")
-    other = all_kinds()
-    other.load_weights(tmp_path / "model.weights.h5")
-    assert distance([*map(np.asarray, plain.get_weights())], other.get_weights(), "weights") == 0.0
-    assert plain.optimizer.iterations == 8
 
 
 def tuned(path):
@@ -154,25 +115,38 @@ def tuning(folder, wrap):
     return held, [*logs.values(), *(weight.tolist() for weight in model.get_weights())]
 
 
-def tuning_on_ranks(folder):
-    return tuning(folder, piped)
-
-
 KINDS = {1: "h5", 2: "json"}  # a file, or one in shards
 
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_what_is_loaded_before_is_read_by_share(tmp_path):
+def test_no_rank_has_more_than_its_share(tmp_path):
     before = tuned(None)()
     before.layers[0].lora_kernel_b.assign(np.ones((2, 40)))
     before.save_weights(tmp_path / "before.weights.h5")
     before.save_weights(tmp_path / "before.weights.json", max_shard_size=3e-6)
-    whole, expected = tuning(tmp_path, lambda build: piped(build()))
-    assert distance(tuning(tmp_path, piped)[1], expected) < BITS
-    for held, found in mpi_run(2, tuning_on_ranks, str(tmp_path), timeout=240).check().results:
-        assert distance(found, expected) < BITS
+    whole, tuned_there = tuning(tmp_path, lambda build: piped(build()))
+    assert distance(tuning(tmp_path, piped)[1], tuned_there) < BITS
+    run = mpi_run(2, everything, str(tmp_path), timeout=400, env={"TNT_TIMEOUT": "90"}).check()
+    # Of weights that are there from the start, in one process
+    usual = {name: trained(name, lambda build: piped(build()))[1] for name in CASES}
+    for found in run.results:
+        for name in CASES:
+            assert distance(found[name], usual[name]) < BITS
+        gathered, fitted, saved, loaded = found["shares"]
+        assert gathered >= found["whole"]
+        assert fitted == saved == loaded < 0.75 * found["whole"]
+        assert found["loaded"]
+        assert "FileError" in found["failed"] or "ConfigurationError" in found["failed"]
+        assert np.isfinite(found["after"]).all()
+        held, found_tuned = found["tuned"]
+        assert distance(found_tuned, tuned_there) < BITS
         assert held < 0.9 * whole
+    plain = keras.saving.load_model(tmp_path / "model.keras")
+    other = all_kinds()
+    other.load_weights(tmp_path / "model.weights.h5")
+    assert distance([*map(np.asarray, plain.get_weights())], other.get_weights(), "weights") == 0.0
+    assert plain.optimizer.iterations == 8
 
 
 def test_what_cannot_be_deferred_is_refused():

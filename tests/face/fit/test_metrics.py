@@ -50,7 +50,6 @@ class Extremes(keras.metrics.Metric):
 
 
 ADDITIVE = [lambda: "accuracy", lambda: keras.metrics.AUC(name="auc")]
-VECTORS = [lambda: keras.metrics.F1Score(average=None, name="m"), Extremes]
 OF_THE_WHOLE_BATCH = [lambda: largest_error, lambda: share_of_first]
 
 
@@ -171,8 +170,9 @@ def watching():
     return model
 
 
+f1 = functools.partial(keras.metrics.F1Score, average=None, name="m")
 CASES = {
-    "compiled": case([*VECTORS, *ADDITIVE, *OF_THE_WHOLE_BATCH]),
+    "compiled": case([f1, Extremes, *ADDITIVE, *OF_THE_WHOLE_BATCH]),
     "in layers": case([], watched),
 }
 
@@ -225,57 +225,45 @@ def test_a_metric_in_a_layer_that_micro_batches_would_change_is_refused_by_name(
     assert distance(*logs) < ROUNDING
 
 
-class Reads(keras.callbacks.Callback):
+def reading(model, found):
     """Reads the compiled metrics in the middle of an epoch and at its end."""
 
-    def on_epoch_begin(self, epoch, logs=None):
-        self.found = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 1:
-            self._read(logs)
-
-    def on_epoch_end(self, epoch, logs=None):
-        self._read(logs)
-
-    def _read(self, logs):
+    def read(logs):
         try:
-            self.found.append([float(self.model.metrics[0].result()), logs["loss"]])
+            found.append([float(model.metrics[0].result()), logs["loss"]])
         except StaleWeightError as error:
-            self.found.append(str(error))
+            found.append(str(error))
 
-
-class Sees(keras.callbacks.Callback):
-    """Reads the metrics of layers while the model is evaluated and predicts."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def on_test_batch_end(self, batch, logs=None):
-        for metric in self.model.metrics[1:]:
-            try:
-                self.found.append(float(metric.result()))
-            except StaleWeightError:
-                self.found.append(None)
-
-    on_predict_batch_end = on_test_batch_end
+    return keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: batch == 1 and read(logs),
+        on_epoch_end=lambda epoch, logs: read(logs),
+    )
 
 
 def see(**options):
+    """Metrics of layers, read while the model is evaluated and predicts."""
+
     def build():
         ends = [Watched(*SEEN["mean of samples"]) for _ in range(2)]
         return keras.Sequential([keras.Input(X.shape[1:]), ends[0], perceptron(), ends[1]])
 
-    model, sees = make(Case(build, X, ONE_HOT, lambda: {"loss": "mse"}), **options), Sees()
+    def read(batch, logs):
+        for metric in model.metrics[1:]:
+            try:
+                found.append(float(metric.result()))
+            except StaleWeightError:
+                found.append(None)
+
+    model, found = make(Case(build, X, ONE_HOT, lambda: {"loss": "mse"}), **options), []
+    sees = keras.callbacks.LambdaCallback(on_test_batch_end=read, on_predict_batch_end=read)
     model.evaluate(X, ONE_HOT, batch_size=BATCH, verbose=0, callbacks=[sees])
     model.predict(X, batch_size=BATCH, verbose=0, callbacks=[sees])
-    return sees.found
+    return found
 
 
 def use_stages():
     """Metrics of both kinds in a pipeline, in trainings that end early or begin anew, too."""
-    found, reads, options = {}, Reads(), {"batch_size": BATCH, "verbose": 0}
+    found, read, options = {}, [], {"batch_size": BATCH, "verbose": 0}
 
     def fitted(model, after):
         on_end = keras.callbacks.LambdaCallback(on_train_batch_end=lambda n, logs: after(model, n))
@@ -287,8 +275,8 @@ def use_stages():
         fitted(model, lambda model, n: setattr(model, "stop_training", n == 1))
         found[f"cut {name}"] = [_plain(metric.result()) for metric in model.metrics]
         found[f"reset {name}"] = _plain(fitted(model, lambda model, _: model.reset_metrics()))
-    model.fit(X, ONE_HOT, callbacks=[reads], **options)
-    return found, reads.found, see(num_stages=2, num_micro_batches=3)
+    model.fit(X, ONE_HOT, callbacks=[reading(model, read)], **options)
+    return found, read, see(num_stages=2, num_micro_batches=3)
 
 
 class Largest(keras.metrics.Metric):

@@ -8,6 +8,7 @@ from keras import optimizers
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError
+from tests.custom_steps.test_tensor_collectives import check_on_ranks, use_everything
 from tests.helpers.mpi import mpi_run
 from tests.helpers.own_steps import Bounded
 from tests.helpers.training import refused, use_float64
@@ -56,6 +57,7 @@ def train(name: str, distribute, rank: int, size: int, op: str = "mean") -> list
 
 
 def loops() -> dict:
+    collectives = use_everything()
     use_float64()
     rank, size = tnt.get_rank(), tnt.get_size()
 
@@ -64,6 +66,7 @@ def loops() -> dict:
         return tnt.DistributedOptimizer(optimizer, op, fusion_threshold=200)
 
     found = {name: train(name, distribute, rank, size) for name in OPTIMIZERS}
+    found["collectives"] = collectives
     found["sum"] = train("momentum", distribute, rank, size, "sum")
 
     optimizer = tnt.DistributedOptimizer(keras.optimizers.SGD(1.0), wire_dtype="bfloat16")
@@ -93,6 +96,7 @@ def test_the_numbers_of_one_process(float64) -> None:
         np.testing.assert_allclose(found["wire"], [-1, -2, -1])
         for text in found["refused"]:
             assert "DistributedOptimizer.apply(variables=" in text
+    check_on_ranks([found["collectives"] for found in results])
 
 
 def test_it_stays_what_it_was() -> None:

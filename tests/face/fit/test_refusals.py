@@ -40,16 +40,9 @@ def test_options(options, message):
     assert message in str(caught.value)
 
 
-def own_step():
-    inputs = keras.Input((6,))
-    kind = type("OwnStep", (keras.Model,), {"train_step": lambda self, data: {"loss": 0.0}})
-    return kind(inputs, layers.Dense(3)(inputs))
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (own_step, "overrides train_step"),
         (lambda: tnt.PipelineModel(mlp(), 2), "pipeline already"),
         (lambda: "mlp.keras", r"Received: model='mlp\.keras'"),
     ],
@@ -95,10 +88,14 @@ def test_a_compilation_that_is_refused_changes_nothing():
         tnt.PipelineModel(plain, num_stages=2, num_micro_batches=2, schedule="1f1b")
 
 
-def test_training_before_compile_and_arguments_that_keras_does_not_have():
+def test_training_before_compile_or_without_a_loss_and_arguments_that_keras_does_not_have():
     model = tnt.PipelineModel(mlp(), num_stages=2)
     with pytest.raises(ValueError, match="compile"):
         model.fit(np.ones((4, 6)), np.ones((4, 3)), verbose=0)
+    model.compile("sgd")
+    for call in (model.fit, model.evaluate, model.train_on_batch):
+        with pytest.raises(ValueError, match="No loss to compute"):
+            call(np.ones((4, 6)), np.ones((4, 3)))
     with pytest.raises(TypeError, match="optimiser"):
         model.compile(optimiser="sgd")
     with pytest.raises(TypeError, match="'num_stage'"):

@@ -113,10 +113,7 @@ def test_an_architecture_is_that_of_the_plain_model(build):
     assert (model.name, model.layers[-1].name) == (plain.name, plain.layers[-1].name)
 
 
-BUILDS = [sequential, residual_cnn, nested, recurrent, two_in_two_out]
-
-
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", [sequential, residual_cnn, nested, recurrent, two_in_two_out])
 def test_weights_are_in_the_order_of_keras(tmp_path, build):
     plain, other = build(), build()
     model = tnt.PipelineModel(other, num_stages=2)

@@ -102,12 +102,6 @@ def saved(path, model, x=X, optimizer="adam"):
     model.save(path)
 
 
-def averaging():
-    return keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.AdamW(1e-2, use_ema=True, ema_momentum=0.5), dynamic_growth_steps=2
-    )
-
-
 def state_of(model):
     slots = (variable.numpy() for variable in model.optimizer.variables)
     return [[*model.get_weights(), *slots]]
@@ -124,7 +118,9 @@ def gone_on(model, x):
 def folder(tmp_path_factory):
     keras.utils.set_random_seed(1)
     path = tmp_path_factory.mktemp("models")
-    saved(path / "all.keras", all_kinds(), [IDS, X], averaging())
+    averaging = keras.optimizers.AdamW(1e-2, use_ema=True, ema_momentum=0.5)
+    scaled = keras.optimizers.LossScaleOptimizer(averaging, dynamic_growth_steps=2)
+    saved(path / "all.keras", all_kinds(), [IDS, X], scaled)
     return path
 
 
@@ -183,18 +179,14 @@ def test_models_of_configurations_have_the_weights_of_keras():
         tnt.models.model_from_json("model.json")
 
 
-@pytest.mark.slow
 def test_clones_of_distributed_models():
     model = tnt.PipelineModel(mlp(), num_stages=3, num_micro_batches=2, schedule="gpipe")
     model.compile(keras.optimizers.SGD(0.5), "mse")
-    before = model.get_weights()
     twin = tnt.models.clone_model(model)
     assert twin.plan == model.plan
     assert twin.optimizer.get_config() == model.optimizer.get_config()
     assert twin.optimizer is not model.optimizer
     assert not {id(v) for v in twin.variables} & {id(v) for v in model.variables}
-    gone_on(twin, X)
-    assert distance([before], [model.get_weights()]) == 0
     assert type(tnt.models.clone_model(tnt.Model(mlp()))) is tnt.Model
     inputs = keras.Input((6,), name="other")
     wider = tnt.models.clone_model(

@@ -4,6 +4,8 @@ Losses inside of layers without targets, frozen parts, states that cross stages,
 one's own that takes no targets.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -147,12 +149,9 @@ def trained(build, wrap=None):
     return {**found, "weights": [weight.tolist() for weight in model.get_weights()]}
 
 
-def two_stages(model):
-    return tnt.PipelineModel(model, 2, num_micro_batches=2)
-
-
 def on_ranks():
     """Each pattern that can be cut as a pipeline, the one with its own step as replicas."""
+    two_stages = functools.partial(tnt.PipelineModel, num_stages=2, num_micro_batches=2)
     return [trained(build, tnt.Model if build is VAE else two_stages) for build in PATTERNS]
 
 

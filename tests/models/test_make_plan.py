@@ -190,6 +190,8 @@ def test_shapes_are_those_that_model_and_options_allow():
     model, given = tower(4), {"num_ranks": 4, "machine": SLOW}
     limits = make_plan(model, **given, memory_limit=["1GB", "2GB"])
     assert (limits.num_stages, limits.num_replicas) == (2, 2)
+    looping = make_plan(tower(8), num_ranks=2, machine=SLOW, schedule="interleaved")
+    assert looping.num_stages // 2 * looping.num_replicas == 2
     assert make_plan(model, **given, recompute=[3]).num_stages == 4
     assert make_plan(model, **given, batch_size=2).num_replicas <= 2
     assert make_plan(models.batch_norm_cnn(), **given, batch_size=8).num_replicas <= 2

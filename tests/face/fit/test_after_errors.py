@@ -172,12 +172,22 @@ def test_a_callback_that_fails_takes_nothing_along(hook):
     assert distance(plain.get_weights(), model.get_weights(), "weights") < ROUNDING
 
 
-def test_a_step_that_ends_too_early_is_not_the_end_of_the_data():
-    def loss(y_true, y_pred):
-        return next(iter(()))
+def test_a_first_step_that_ends_too_early_is_not_the_end_of_the_data_and_trains_nothing():
+    fails = []
 
-    inputs = keras.Input((4,))
-    model = PipelineModel(keras.Model(inputs, layers.Dense(2)(layers.Dense(3)(inputs))), 2)
+    def loss(y_true, y_pred):
+        if fails:
+            raise fails.pop()
+        return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+
+    plain = keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.Dense(2)])
+    model = PipelineModel(keras.models.clone_model(plain), 2)
+    model.set_weights(plain.get_weights())
+    plain.compile("sgd", loss, run_eagerly=True)
     model.compile("sgd", loss)
+    fit, fails[:] = {"shuffle": False, "verbose": 0}, [StopIteration()]
     with pytest.raises(RuntimeError, match="StopIteration"):
-        model.fit(floats(4), floats(2, seed=1), verbose=0)
+        model.fit(floats(4), floats(2, seed=1), **fit)
+    told = [each.fit(floats(4), floats(2, seed=1), **fit).history for each in (plain, model)]
+    assert not fails
+    assert distance(*told) < ROUNDING

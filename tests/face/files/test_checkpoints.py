@@ -90,14 +90,15 @@ class Seen(keras.callbacks.Callback):
 
 
 def trained(directory, *callbacks, every=3, model=None, data=(X, Y), **options):
-    """What a run comes to: its history, its epochs, its weights, and what a callback remembers."""
+    """Its history, epochs and weights, what a callback remembers, and the scale of the loss."""
     model = compiled() if model is None else model
     keras.utils.set_random_seed(1)
     own = [] if directory is None else [tnt.callbacks.Checkpoint(directory, every=every)]
     seen = Seen()
     told = model.fit(*data, callbacks=[*own, seen, *callbacks], **{**FIT, **options})
     weights = [w.tolist() for w in model.get_weights()]
-    return [told.history, told.epoch, weights, [seen.losses.tolist(), seen.epochs]]
+    scale = [float(v) for v in (model.optimizer.dynamic_scale, model.optimizer.step_counter)]
+    return [told.history, told.epoch, weights, [seen.losses.tolist(), seen.epochs, scale]]
 
 
 def killed(directory):

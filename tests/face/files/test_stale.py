@@ -26,22 +26,16 @@ def told(read):
     return error_of(read).partition(":")[0]
 
 
-class Reader(keras.callbacks.Callback):
+def reading(model, found):
     """Reads all weights after each step and each epoch."""
 
-    def __init__(self):
-        super().__init__()
-        self.found = {}
+    def read(when):
+        found[when] = error_of(lambda: [layer.get_weights() for layer in model.layers])
 
-    def on_train_batch_end(self, batch, logs=None):
-        self.read("batch")
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.read("epoch")
-
-    def read(self, when):
-        layers = self.model.layers
-        self.found[when] = error_of(lambda: [layer.get_weights() for layer in layers])
+    return keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_, **__: read("batch"),
+        on_epoch_end=lambda *_, **__: read("epoch"),
+    )
 
 
 def gathering(model, hook):
@@ -79,10 +73,11 @@ def read_everything(folder):
         "tree": lambda: model.get_state_tree(),
     }
     found = {"start": [told(read) for read in reads.values()]}
-    first, then, always = Reader(), Reader(), Reader()
-    model.fit(X, Y, callbacks=[first, gathering(model, "on_epoch_end"), then], **QUIET)
-    model.fit(X, Y, callbacks=[gathering(model, "on_train_batch_end"), always], **QUIET)
-    found["readers"] = [reader.found for reader in (first, then, always)]
+    first, then, always = found["readers"] = {}, {}, {}
+    before, after = reading(model, first), reading(model, then)
+    model.fit(X, Y, callbacks=[before, gathering(model, "on_epoch_end"), after], **QUIET)
+    after = reading(model, always)
+    model.fit(X, Y, callbacks=[gathering(model, "on_train_batch_end"), after], **QUIET)
     model.fit(X, Y, **QUIET)
     found["trained"] = {name: told(read) for name, read in reads.items()}
     found["kept"] = kept_files(model, folder)
@@ -106,7 +101,7 @@ def read_everything(folder):
     tied.compile("sgd", loss)
     tied.fit(IDS, integers(6, 5, seed=8)[:16], **QUIET)
     found["tied"] = tied.layers[1].get_weights()[0].tolist()
-    found["turns"] = take_turns(over_ranks)
+    found["turns"] = take_turns(lambda model: PipelineModel(model, 2, num_micro_batches=1))
     return found
 
 
@@ -155,7 +150,3 @@ def take_turns(wrap):
     again = wrap(plain[1])  # begins with the true weights, wherever they are
     again.compile("adam", "mse")
     return [*told, again.evaluate(X, X, **BATCH)]
-
-
-def over_ranks(model):
-    return PipelineModel(model, num_stages=2, num_micro_batches=1)

@@ -95,53 +95,8 @@ class Deaf(keras.Model):
         return [y, layers.Add()([y, y])]
 
 
-class VariationalEncoder(keras.Model):
-    """Several outputs by name, and a layer that two calls share."""
-
-    def __init__(self):
-        super().__init__(name="variational")
-        self.shared = layers.Dense(6, activation="tanh")
-        self.norm = layers.BatchNormalization()
-        self.mean, self.spread = layers.Dense(3), layers.Dense(2, activation="softmax")
-
-    def call(self, x, training=False):
-        x = self.shared(x) + 0.5 * self.shared(ops.flip(x, -1))
-        if training:
-            x = x * 1.0
-        return {"mean": self.mean(x), "kind": self.spread(x)}
-
-
-class Residual(layers.Layer):
-    """As in temporal convolutional networks; its skip connections leave it as a second result."""
-
-    def __init__(self, dilation, **options):
-        super().__init__(**options)
-        self.first = layers.Conv1D(4, 2, padding="causal", dilation_rate=dilation)
-        self.second = layers.Conv1D(4, 2, padding="causal", dilation_rate=dilation)
-        self.match = layers.Conv1D(4, 1)
-        self.relu = layers.Activation("relu")
-
-    def call(self, x):
-        y = self.relu(self.second(self.relu(self.first(x))))
-        return self.relu(self.match(x) + y), y
-
-
-class Temporal(layers.Layer):
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.blocks = [Residual(d) for d in (1, 2)]
-        self.add = layers.Add()
-
-    def call(self, x):
-        skips = []
-        for block in self.blocks:
-            x, skip = block(x)
-            skips.append(skip)
-        return self.add(skips)[:, -1]
-
-
 class Judged(layers.Layer):
-    """Adds a loss between its layers."""
+    """Adds a loss between its layers, and has two results."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -150,7 +105,7 @@ class Judged(layers.Layer):
     def call(self, x):
         y = self.first(x)
         self.add_loss(1e-1 * ops.mean(ops.square(x * y)))
-        return self.second(y)
+        return self.second(y), y
 
 
 class Told(layers.Layer):
@@ -178,7 +133,8 @@ class Told(layers.Layer):
         real = ops.not_equal(ids, 0)
         x = self.pool(self.words(ids), mask=real)
         for judged in self.judged:
-            x = judged(judged(x)) + self.shift(self.start)
+            x, skipped = judged(x)
+            x = judged(x)[0] + skipped + self.shift(self.start)
         return x
 
 
@@ -208,15 +164,6 @@ def encoder():
 
 def deaf():
     return symbolic(Deaf(), 6)
-
-
-def variational():
-    return symbolic(VariationalEncoder(), 6)
-
-
-def temporal():
-    x = keras.Input((5, 2))
-    return keras.Model(x, layers.Dense(3)(Temporal()(x)))
 
 
 def told():

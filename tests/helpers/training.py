@@ -266,12 +266,6 @@ def trained(model: keras.Model, name: str) -> Outcome:
     return (fitted if "evenly" in name else finish)(model, data_of_rank(CASES[name]))
 
 
-@functools.cache
-def serial(name: str) -> Outcome:
-    """What plain Keras makes of a case."""
-    return trained(make(CASES[name]), name)
-
-
 def distance(first: Any, second: Any, name: str = "") -> float:
     """Largest difference, relative to the largest number of each array or list of numbers."""
     if isinstance(first, dict):

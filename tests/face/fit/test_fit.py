@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.schedule import TRAINING_NAMES, ScheduleSpec
 from tests.helpers import training
 from tests.helpers.training import ROUNDING, WEIGHTS, Case, X, Y, distance, make, regression, sgd
 from tests.zoo.models import dicts, mlp
@@ -108,6 +109,16 @@ def test_data_sets_are_shuffled_as_in_keras_in_all_epochs(name):
 def taught(model, **fit):
     two = {"batch_size": 8, "shuffle": False, "verbose": 0}  # steps of one size
     return model.fit(X[:16], Y[:16], **two, **fit).history
+
+
+def test_every_schedule_gives_the_numbers_of_keras():
+    plain, model = make(MLP), make(MLP, num_stages=4, num_micro_batches=2)
+    start, expected = model.get_weights(), [taught(plain), plain.get_weights()]
+    for schedule in TRAINING_NAMES:
+        # The compiled stages know nothing of the schedule, and are not compiled again for it.
+        model._engine.schedules.spec = ScheduleSpec(schedule, 4, 1)
+        found = [taught(training.begin_again(model, start)), model.get_weights()]
+        assert distance(expected, found) < ROUNDING, schedule
 
 
 def between_trainings(model):

@@ -1,9 +1,12 @@
-"""What one rank alone decides, or fails in, in a callback or in a step: all ranks know of it."""
+"""What one rank alone calls, decides or fails in, in a callback or in a step: all know of it."""
 
 import contextlib
+import re
 import time
+from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -19,7 +22,6 @@ pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.usefixtures("untri
 ROUNDING = 1e-10
 X, Y = training.X[:12], training.Y[:12]
 QUIET = {"batch_size": 2, "shuffle": False, "verbose": 0}  # six steps an epoch, of one size
-SLEEP = 6.0
 RATE = 0.05  # of `sgd()`
 
 
@@ -171,7 +173,7 @@ def fail_in_a_later_step(model):
     said = error_of(lambda: model.fit(X, bad, **QUIET))
     seconds = time.monotonic() - start
     if tnt.get_rank() == 1:
-        time.sleep(SLEEP)
+        time.sleep(1.5)
     return said, seconds, error_of(lambda: model.fit(X, Y, **QUIET))
 
 
@@ -179,26 +181,114 @@ def check_failures(mine, theirs):
     assert theirs[0].startswith("InvalidArgumentError")
     assert "a bad apple" in mine[0]
     assert "on rank 1" in mine[0]
-    assert mine[1] < SLEEP / 2
+    assert mine[1] < 3
     assert mine[2] == theirs[2]
     assert "a bad apple" in mine[2]
 
 
-def everything():
+def ends_badly():
+    yield X[:2], Y[:2]
+    yield X[2:4], Y[2:4]
+    raise ValueError("a bad apple")
+
+
+def make_calls_that_differ(model, folder):
+    """Calls that ranks do not make alike; each is refused on all of them, and nothing changes."""
+    master = tnt.is_master_rank()
+    before = [w.tolist() for w in model.get_weights()]
+    zeros = [w * 0.0 for w in model.get_weights()]
+
+    def on_master(call, elsewhere=lambda: model.evaluate(X, Y, verbose=0)):
+        return call if master else elsewhere
+
+    def have_callbacks_of_ones_own():
+        callbacks = [keras.callbacks.EarlyStopping("loss")] if master else []
+        model.fit(X, Y, callbacks=callbacks, **QUIET)
+
+    def compile_with_other_slots():
+        plain = mlp()
+        plain.compile("adam", "mse")
+        plain.fit(X + tnt.get_rank(), Y, **QUIET)
+        tnt.PipelineModel(plain, num_stages=2, num_micro_batches=2)
+
+    calls = [
+        on_master(lambda: model.save(f"{folder}/model.keras")),
+        on_master(lambda: model.reset_metrics()),
+        on_master(lambda: model.set_weights(zeros)),
+        lambda: model.set_weights([w + float(master) for w in zeros]),
+        lambda: model.compile(keras.optimizers.SGD(0.1 if master else 0.2), "mse"),
+        have_callbacks_of_ones_own,
+        lambda: (model.train_on_batch if master else model.test_on_batch)(X, Y),
+        lambda: tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=3 if master else 2),
+        on_master(lambda: tnt.barrier(), lambda: model.get_weights()),
+        lambda: model.load_weights(f"{own}/w.weights.h5"),
+        lambda: model.load_weights(f"{own}/{'w' if master else 'missing'}.weights.h5"),
+        lambda: model.load_weights(f"{own}/w.weights.json"),
+        compile_with_other_slots,
+    ]
+    own = Path(folder) / str(tnt.get_rank())
+    own.mkdir()
+    plain = mlp()
+    plain.set_weights([w + tnt.get_rank() for w in plain.get_weights()])
+    plain.save_weights(own / "w.weights.h5")
+    plain.save_weights(own / "w.weights.json", max_shard_size=1e-3)
+    found = [refused(call) for call in calls]
+    assert "num_stages='two'" in refused(lambda: tnt.PipelineModel(mlp(), num_stages="two"))
+    # That of the reader, or what it tells the others
+    found.append(error_of(lambda: model.fit(ends_badly(), steps_per_epoch=4, verbose=0)))
+    iterations = int(model.optimizer.iterations)
+    model.set_weights([np.array(w) for w in before])
+    after = [w.tolist() for w in model.get_weights()]
+    history = model.fit(X, Y, epochs=2, **QUIET).history
+    return found, before == after, iterations, history
+
+
+def check_calls(first, second):
+    for (*texts, data), *_ in (first, second):
+        assert texts == first[0][:-1]
+        assert "a bad apple" in data
+    assert first[1:] == second[1:]
+    (*texts, slots, _), unchanged, iterations, history = first
+    assert "slots of optimizer adam differ between ranks" in slots
+    assert iterations == 2
+    for text, one, other in zip(
+        texts,
+        ("evaluate()", "evaluate()", "evaluate()", "set_weights(weights=",
+         "compile(optimizer.learning_rate=0.2",
+         "fit(callbacks=[])", "test_on_batch()", "PipelineModel(num_micro_batches=2)",
+         "get_weights()", "load_weights(contents=", "load_weights(contents='FileNotFoundError'",
+         "load_weights(contents="),
+        ("save()", "reset_metrics()", "set_weights()", "set_weights(weights=",
+         "compile(optimizer.learning_rate=0.1",
+         "fit(callbacks=['EarlyStopping'])", "train_on_batch()",
+         "PipelineModel(num_micro_batches=3)", "tnt.barrier()", *["load_weights(contents="] * 3),
+        strict=True,
+    ):  # fmt: skip
+        place = r".* at \S*test_rank_callbacks\.py:\d+ on rank "
+        assert re.search(re.escape(one) + place + "0; " + re.escape(other) + place + "1", text)
+    assert unchanged
+    assert history["loss"][1] < history["loss"][0]
+
+
+def everything(folder):
     """All of it with one pipeline, whose stages are traced once."""
     use_float64()
     keras.utils.set_random_seed(1)
     model = compiled(tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=2))
     start = model.get_weights()
-    rates = change_rates(model, start)
-    return stop(model, start), rates, fail_in_a_later_step(model)
+    calls, rates = make_calls_that_differ(model, folder), change_rates(model, start)
+    return calls, stop(model, start), rates, fail_in_a_later_step(model)
 
 
 @pytest.mark.slow
-def test_ranks_stop_after_the_same_step_and_refuse_rates_that_differ_and_fail_together():
-    run = mpi_run(2, everything, timeout=240, env={"TNT_TIMEOUT": "60"}).check()
-    (stops, rates, mine), (others, other_rates, theirs) = run.results
+def test_ranks_refuse_calls_and_rates_that_differ_stop_after_the_same_step_and_fail_together(
+    tmp_path,
+):
+    run = mpi_run(2, everything, str(tmp_path), timeout=240, env={"TNT_TIMEOUT": "60"}).check()
+    (calls, stops, rates, mine), (other_calls, others, other_rates, theirs) = run.results
     assert (stops, rates) == (others, other_rates)
+    check_calls(calls, other_calls)
+    assert not (tmp_path / "model.keras").exists()
     check_stops(stops)
     check_rates(*rates)
     check_failures(mine, theirs)

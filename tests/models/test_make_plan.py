@@ -139,10 +139,7 @@ def test_under_a_limit_ranks_may_hold_less_of_two_stages():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        pytest.param({}, marks=pytest.mark.slow),
-        {"num_micro_batches": 4, "recompute": "none"},
-    ],
+    [pytest.param({}, marks=pytest.mark.slow), {"num_micro_batches": 4, "recompute": "none"}],
 )
 def test_a_refused_limit_names_the_smallest_that_works(options):
     model, given = tower(6), {"batch_size": 64, **options}

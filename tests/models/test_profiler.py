@@ -14,6 +14,7 @@ from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.placeholders import SAMPLES
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.profile import NodeProfile, Profile
+from tests.models.test_make_plan import tower
 from tests.zoo import models
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
@@ -27,13 +28,6 @@ class Mixer(layers.Layer):
         if x.shape[0] == SAMPLES[0]:
             raise ValueError("any number but that")
         return ops.sin(ops.sin(ops.sin(x)))
-
-
-def tower(depth=6):
-    x = inputs = keras.Input((16,))
-    for _ in range(depth):
-        x = layers.Dense(16, activation="relu")(x)
-    return keras.Model(inputs, x, name="tower")
 
 
 def made_up(model, forward, backward, rows=(8,)):
@@ -57,7 +51,7 @@ def test_every_operation_is_measured_and_the_model_stays_as_it_was():
 
 
 def test_a_profile_is_kept_and_taken_from_a_file(tmp_path, monkeypatch):
-    model, path = tower(), tmp_path / "profile.json"
+    model, path = tower(6), tmp_path / "profile.json"
     first = tnt.profile(model, 6, repeats=1, cache=path, verbose=False)
     assert tnt.profile(model, 6, verbose=False) is first
     assert Profile.load(path) == first
@@ -87,7 +81,7 @@ def test_layers_that_are_guessed_are_measured():
 
 
 def test_time_is_balanced_and_simulated_as_measured():
-    model = tower()
+    model = tower(6)
     times = [5e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3]
     given = {"num_micro_batches": 4, "balance": "time", "profile": made_up(model, times, times)}
     plan = tnt.make_plan(model, 2, **given)
@@ -136,8 +130,8 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(PlanError, match="profile of another model, 'tower' with 3 operations"):
         tnt.make_plan(tower(4), 2, profile=found)
     with pytest.raises(ConfigurationError, match="batch=0"):
-        tnt.profile(tower(), 0)
+        tnt.profile(tower(6), 0)
     with pytest.raises(ConfigurationError, match="repeats=0"):
-        tnt.profile(tower(), 1, repeats=0)
+        tnt.profile(tower(6), 1, repeats=0)
     with pytest.raises(PlanError, match=r"Cannot read the profile 'no\.json'"):
         Profile.load("no.json")

@@ -23,7 +23,6 @@ WRITERS = {
     "model.keras": lambda model, path: model.save(path),
     "model.weights.h5": lambda model, path: model.save_weights(path),
 }
-QUIET = {"batch_size": 8, "epochs": 1, "shuffle": False, "verbose": 0}
 
 
 def stack():
@@ -40,7 +39,7 @@ def large():
 def trained():
     model = tnt.PipelineModel(sequential(), num_stages=2, num_micro_batches=2)
     model.compile("adam", "mse", metrics=["mae"])
-    model.fit(X, Y, **QUIET)
+    model.fit(X, Y, batch_size=8, verbose=0)
     return model
 
 

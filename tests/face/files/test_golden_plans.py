@@ -4,7 +4,6 @@ The files in `tests/partition/golden_plans` are named after a schedule, or what 
 about them, and the model of `tests/helpers/training.py` that they are for.
 """
 
-import functools
 import json
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from tests.helpers.training import BATCH, CASES, distance, make
 
 FILES = sorted((Path(__file__).parents[2] / "partition" / "golden_plans").glob("*.json"))
 OF_MODELS = [path for path in FILES if path.name.split(".")[1] in CASES]
-
-names = functools.partial(map, lambda path: path.name)
 
 
 def test_there_is_one_of_each_kind():
@@ -34,7 +31,7 @@ def among(said, again):
     return said == again
 
 
-@pytest.mark.parametrize("path", FILES, ids=names(FILES))
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_they_load_and_keep_all_they_say(path):
     fields = json.loads(path.read_text())
     plan = tnt.Plan.load(path)
@@ -45,7 +42,7 @@ def test_they_load_and_keep_all_they_say(path):
 
 @pytest.mark.keras
 @pytest.mark.usefixtures("untried")
-@pytest.mark.parametrize("path", OF_MODELS, ids=names(OF_MODELS))
+@pytest.mark.parametrize("path", OF_MODELS, ids=lambda path: path.name)
 def test_they_are_those_of_their_models_and_one_trains_with_the_numbers_of_keras(path):
     case = CASES[path.name.split(".")[1]]
     pipeline = make(case, plan=path)

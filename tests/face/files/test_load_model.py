@@ -21,7 +21,6 @@ from tests.zoo.models import FromArray, mlp, sequential
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
 
-QUIET = {"batch_size": 8, "epochs": 1, "shuffle": False, "verbose": 0}
 IDS, X, Y = training.IDS[:16], training.X[:16], training.Y[:16]  # for batches of one size
 
 
@@ -111,7 +110,7 @@ def gone_on(model, x):
     """What a model tells when it is trained on."""
     if not isinstance(model, (tnt.PipelineModel, tnt.Model)):
         model.run_eagerly = True  # the same numbers, sooner
-    return model.fit(x, Y, **QUIET).history
+    return model.fit(x, Y, batch_size=8, shuffle=False, verbose=0).history
 
 
 @pytest.fixture(scope="module")

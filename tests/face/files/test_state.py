@@ -149,28 +149,20 @@ class OddOptimizer(keras.optimizers.SGD):
         self.slots_by_name = {v.path: self.add_variable_from_reference(v) for v in variables}
 
 
-def refusals():
-    """What is said of optimizers that cannot be divided among ranks."""
-    model, foreign = PipelineModel(mlp(), num_stages=2), keras.optimizers.Adam()
-    foreign.build(mlp().trainable_variables)
-    kinds = foreign, OddOptimizer(0.1)
-    return [error_of(functools.partial(model.compile, kind, "mse")) for kind in kinds]
-
-
 def begin_and_resume(folder, names):
     use_float64()
     slots = []
     for name in names:
         if world().rank == 1:
             mlp()  # so that Keras counts its layers otherwise
-        begun(name, Path(folder), num_stages=stages_of(name))
-        slots.append(resumed(name, Path(folder), num_stages=stages_of(name)))
-    return slots, refusals()
-
-
-def stages_of(name):
-    """One stage on each rank, or two."""
-    return 4 if name == TIED else 2
+        stages = 4 if name == TIED else 2  # two on each rank, or one
+        begun(name, Path(folder), num_stages=stages)
+        slots.append(resumed(name, Path(folder), num_stages=stages))
+    # Optimizers that cannot be divided among ranks
+    model, foreign = PipelineModel(mlp(), num_stages=2), keras.optimizers.Adam()
+    foreign.build(mlp().trainable_variables)
+    kinds = foreign, OddOptimizer(0.1)
+    return slots, [error_of(functools.partial(model.compile, kind, "mse")) for kind in kinds]
 
 
 @pytest.mark.slow

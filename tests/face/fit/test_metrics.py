@@ -83,13 +83,11 @@ def used(model):
         for name, (value, *_) in told.history.items()
     }
     numbers = [told.history, listed, named, results, batch, after]
-    return {"kinds": kinds, "numbers": keras.tree.map_structure(_plain, numbers)}
+    return {"kinds": kinds, "numbers": _plain(numbers)}
 
 
-def _plain(value):
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return np.asarray(value).tolist()
+def _plain(values):
+    return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), values)
 
 
 def test_metrics_of_a_subclassed_model_are_in_the_logs():

@@ -8,8 +8,6 @@ import sys
 import threading
 import time
 
-import nbclient
-import nbformat
 import pytest
 
 import tarantella_pp as tnt
@@ -117,19 +115,3 @@ def test_a_killed_caller_leaves_nothing_behind(number, tmp_path):
         assert not [*tmp_path.iterdir()]
     finally:
         caller.kill()
-
-
-@pytest.mark.slow
-def test_cells_of_a_notebook(tmp_path):
-    cells = [
-        "import tarantella_pp as tnt\nrate = 0.5",
-        "def train(x):\n    print('training on', tnt.get_size())\n    return rate * x",
-        "tnt.run(train, 2, 5)",
-        "try:\n    tnt.run(lambda: 1 / 0, 2)\nexcept Exception as error:\n    print(error)",
-    ]
-    book = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)])
-    nbclient.NotebookClient(book, timeout=120, resources={"metadata": {"path": tmp_path}}).execute()
-    printed, result = book.cells[2].outputs
-    assert (printed["name"], printed["text"]) == ("stdout", "training on 2\n")
-    assert result["data"]["text/plain"] == "2.5"
-    assert "ZeroDivisionError" in book.cells[3].outputs[0]["text"].splitlines()[0]

@@ -33,18 +33,14 @@ def test_help_and_version_of_a_process_of_its_own() -> None:
         (["plna", "make"], "no command of that name"),
         (["-n", "2", "--", "python3.11", "x.py"], "Leave out python3.11: ranks run this Python"),
         (["--mpi", "pvm", "x.py"], "pvm"),
-        (["-x", "A-B=1", __file__], "Received: -x A-B=1"),
         (["-x", "TNT_SURELY_NOT_SET", __file__], "no such variable"),
         (["--hostfile", "missing", __file__], "Cannot read --hostfile missing"),
-        (["--hostfile", "HOSTS", "--dry-run", __file__], "-oProxyCommand=evil"),
         (["--thread", "2", "x.py"], "--thread"),
         ([], "usage: tarantella"),
     ],
 )
-def test_wrong_usage_is_explained(command, tmp_path, arguments, complaint) -> None:
-    hosts = tmp_path / "hosts"
-    hosts.write_text("node1\n-oProxyCommand=evil\n")
-    assert command(*(hosts if argument == "HOSTS" else argument for argument in arguments)) == 2
+def test_wrong_usage_is_explained(command, arguments, complaint) -> None:
+    assert command(*arguments) == 2
     assert complaint in command.stderr
     assert "Traceback" not in command.stderr
 

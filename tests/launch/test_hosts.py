@@ -58,11 +58,6 @@ def test_other_lines_are_refused(tmp_path, text, complaint):
     assert complaint in str(error.value)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(ConfigurationError, match="Cannot read --hostfile"):
-        read_hostfile(str(tmp_path / "missing"))
-
-
 @pytest.mark.parametrize(
     ("slots", "ranks", "per_node", "expected"),
     [

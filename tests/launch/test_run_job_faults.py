@@ -51,11 +51,6 @@ def test_a_failed_rank_ends_the_job(python, faults, wait, ranks):
         expect_failures(python, faults, wait, ranks)
 
 
-def test_a_rank_that_leaves_while_others_wait_ends_the_job(python):
-    job = tarantella(python, "-n", "2", "--", "fault.py", "exit0", "call")
-    job.ends(1, "barrier() at fault.py", "the script's end on rank 1")
-
-
 @pytest.mark.parametrize("started", [["started"], pytest.param([], marks=pytest.mark.slow)])
 def test_a_rank_that_never_comes_is_waited_for_as_long_as_is_allowed(python, started):
     job = tarantella(python, "-n", "2", "early.py", *started, TNT_TIMEOUT="2")

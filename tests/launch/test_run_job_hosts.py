@@ -67,7 +67,7 @@ def check_clean(hosts: Network) -> None:
 @pytest.mark.parametrize(
     ("fault", "per_host", "code", "cause"),
     [
-        ("orphan", 1, 1, "ValueError: a bad apple (fault.py:39)"),
+        ("orphan", 1, 1, "ValueError: a bad apple (fault.py:35)"),
         ("sigkill", 2, 137, "killed by SIGKILL"),
     ],
 )

@@ -21,10 +21,6 @@ if "--guard" in sys.argv:
     from tarantella_pp.launch import guard
 
     guard.install(comm.rank, comm.size, comm.Abort)
-if wait == "call":
-    import tarantella_pp as tnt
-
-    tnt.init()
 comm.Barrier()
 if comm.rank == 0:
     sys.stderr.write("ready\n")
@@ -37,8 +33,8 @@ def fail() -> None:
         subprocess.Popen(["setsid", "sleep", "60"])
     if fault in ("raise", "orphan"):
         raise ValueError("a bad apple")
-    if fault in ("exit0", "exit5", "exit75"):
-        sys.exit(int(fault[4:]))
+    if fault == "exit75":
+        sys.exit(75)
     if fault in ("_exit0", "_exit5"):
         os._exit(int(fault[5:]))
     if fault == "keeper":
@@ -59,10 +55,8 @@ elif wait == "recv":
     comm.recv(source=culprit, tag=7)
 elif wait == "barrier":
     comm.Barrier()
-elif wait == "call":
-    tnt.barrier()
 elif wait == "work":
-    time.sleep(4 if fault == "return" else 60)
-if fault == "none" and comm.rank == culprit and wait != "none":
+    time.sleep(60)
+if fault == "none" and comm.rank == culprit:
     subprocess.Popen(["sleep", "60"])  # goes with the rank that has started it
     time.sleep(60)

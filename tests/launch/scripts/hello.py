@@ -10,4 +10,5 @@ comm.Barrier()
 print("hello", comm.rank, comm.size, *sys.argv[1:])
 print("main", __name__, os.path.basename(sys.path[0]), os.path.basename(sys.argv[0]))
 print("threads", os.environ["OMP_NUM_THREADS"], os.environ.get("GREETING", ""))
-sys.stderr.write(f"warning of rank {comm.rank}\n")
+native = "I0000 00:00:1795359673.039961   13910 port.cc:153] oneDNN custom operations are on.\n"
+sys.stderr.write(f"{native}warning of rank {comm.rank}\n")

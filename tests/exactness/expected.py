@@ -85,14 +85,3 @@ def unexpected(kind: str, verdicts: Sequence[Verdict]) -> list[str]:
         for v in verdicts
         if v.outcome != EXACT and reason(kind, v.name, v.outcome) is None
     ]
-
-
-def unused(kind: str, verdicts: Sequence[Verdict]) -> list[str]:
-    """The patterns that match no verdict of their outcome."""
-    return [
-        pattern
-        for outcome, reasons in NOT_EXACT[kind].items()
-        for patterns in reasons.values()
-        for pattern in patterns
-        if not fnmatch.filter([v.name for v in verdicts if v.outcome == outcome], pattern)
-    ]

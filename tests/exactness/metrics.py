@@ -29,10 +29,7 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
     "num_classes": lambda: 2,
     "target_class_ids": lambda: [0],
     "fn": lambda: keras.losses.mean_squared_error,
-    "recall": lambda: 0.5,
-    "precision": lambda: 0.5,
-    "specificity": lambda: 0.5,
-    "sensitivity": lambda: 0.5,
+    **dict.fromkeys(("precision", "recall", "sensitivity", "specificity"), lambda: 0.5),
 }
 VARIANTS = {
     "F1Score(average)": lambda: metrics.F1Score(average="macro"),

@@ -5,16 +5,6 @@ import os
 from hypothesis import HealthCheck, settings
 
 
-def examples(count: int) -> settings:
-    """Settings for a property that needs more examples than others, drawn slowly or not."""
-    share = settings().max_examples / 100
-    return settings(
-        max_examples=max(1, round(count * share)),
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-
-
 def asked_for(count: int) -> settings:
     """Settings for a property whose examples are dear, of which more are drawn on demand."""
     number = int(os.environ.get("TNT_TEST_EXAMPLES", count))

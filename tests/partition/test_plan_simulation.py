@@ -132,11 +132,6 @@ def test_no_step_is_below_its_bound(spec, micro_batches, recompute, split_factor
         assert candidate.least_seconds == pytest.approx(work, rel=0.1)
 
 
-def test_the_bubble_is_that_of_the_ranks_that_a_plan_is_for():
-    assert plan_of(ScheduleSpec.of("1f1b", 4, 2), 8).ranks == (0, 1, 0, 1)
-    assert plan_of(ScheduleSpec.of("interleaved", 4, 1), 4).bubble == 0.0
-
-
 def test_a_schedule_of_the_users_is_shown_on_its_ranks_alone():
     custom = replace(make_schedule("1f1b", 4, 2), name="mine")
     plan = plan_of(ScheduleSpec.of(custom, 4), 2)

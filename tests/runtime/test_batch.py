@@ -4,12 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime import batch
-from tests.helpers.draws import examples
 
 pytestmark = pytest.mark.keras
 
@@ -50,7 +49,7 @@ def test_what_cannot_travel_is_refused():
             batch.describe(value)
 
 
-@examples(200)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
 def test_shares_put_together_are_the_batch_of_one_pipeline(rows, micro_batches, replicas):
     shares = batch.batch_shares(rows, micro_batches, replicas)

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, event, given
+from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import ScheduleError
@@ -22,7 +22,6 @@ from tarantella_pp.schedule import (
     reductions,
     validate,
 )
-from tests.helpers.draws import examples
 from tests.helpers.schedule_strategies import lowered_schedules
 
 
@@ -159,7 +158,7 @@ def mutants(draw) -> tuple[Schedule, Schedule]:
     return original, replace(original, actions=tuple(map(tuple, lists)))
 
 
-@examples(400)
+@settings(max_examples=4 * settings().max_examples, suppress_health_check=list(HealthCheck))
 @given(mutants())
 def test_mutants_are_rejected_unless_they_are_legal(pair):
     original, mutant = pair

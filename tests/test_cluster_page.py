@@ -1,28 +1,22 @@
 """The commands of "From a laptop to a cluster" are run: here, on two hosts, under Slurm."""
 
-import contextlib
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import network_hosts
-from tests.helpers.jobs import PYTHONS, ROOT, Job, Result
-from tests.helpers.mpi import find_mpiexec, mpi_run
+from tests.helpers.jobs import PYTHONS, ROOT, Job, Result, slurm_allocation
 
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 LIMIT_SECONDS = 200.0
-HOSTS = ("node-1", "node-2")
 ALONE = ("On a laptop", "On one node")
 ON_HOSTS = ("On several hosts", "When it is slow", "When a host dies")
 IN_SLURM = ("With Slurm",)
-TRAINED = "When it is slow"
-"""The section that trains, for its trace; in others it is the launcher that matters."""
-Run = Callable[[str], Result]
 pytestmark = pytest.mark.mpi
 
 
@@ -38,11 +32,11 @@ def blocks(language: str) -> dict[str, list[str]]:
 
 COMMANDS = {title: "".join(texts).splitlines() for title, texts in blocks("bash").items()}
 HOSTFILE, SHOWN = blocks("text")["On several hosts"]
-
-
-# In place of the example.
+# In place of the example. It trains for its trace, and leaves a checkpoint; else it is the
+# launcher that matters.
 STUB = """
 import os, sys
+from pathlib import Path
 
 def build_model():
     import keras
@@ -52,83 +46,49 @@ def train():
     import numpy as np, tarantella_pp as tnt
     model = tnt.PipelineModel(build_model(), num_stages=2, num_micro_batches=1)
     model.compile("sgd", "mse")
-    model.fit(np.ones((1, 2)), np.ones((1, 1)), verbose=0)
+    own = tnt.callbacks.Checkpoint(Path(__file__).parents[1] / "run")
+    model.fit(np.ones((16, 2)), np.ones((16, 1)), batch_size=1, verbose=0, callbacks=[own])
 
 if __name__ == "__main__":
     from mpi4py.MPI import COMM_WORLD as world
-    if "--kill-at" in sys.argv and world.rank == 1:
+    last = world.rank == world.size - 1
+    if "--kill-at" in sys.argv and last:
         os.kill(os.getpid(), 9)
     world.barrier()
-    for epoch in range(4 * (world.rank == world.size - 1)):
+    for epoch in range(4 * last):
         print("loss:", epoch)
+    if "TNT_TRACE" in os.environ:
+        train()
 """
 
 
-def write_checkpoint(folder: str) -> None:
-    """Leaves what the example would, of four epochs of four steps."""
-    import keras
-    import numpy as np
-
-    import tarantella_pp as tnt
-
-    plain = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model = tnt.PipelineModel(plain, num_stages=1, num_micro_batches=1)
-    model.compile("sgd", "mse")
-    x, own = np.ones((4, 2)), tnt.callbacks.Checkpoint(folder)
-    model.fit(x, x[:, :1], batch_size=1, epochs=4, verbose=0, callbacks=[own])
-
-
-def runs(
-    python: str, folder: Path, *inside: str, title: str, hosts: str = "", **environment: str
-) -> Run:
-    """Returns what runs a command in a folder with the examples, as a user would."""
-    (folder / "examples").mkdir()
-    (folder / "examples" / "resume.py").write_text(STUB + "    train()\n" * (title == TRAINED))
+def run(
+    titles: Sequence[str],
+    python: str,
+    folder: Path,
+    *inside: str,
+    programs: dict[str, str] | None = None,
+    **environment: str,
+) -> dict[str, Result]:
+    """Runs the commands of sections, as a user would; returns how each has ended."""
+    for name in ("examples", "bin"):
+        (folder / name).mkdir(parents=True)
+    (folder / "examples" / "resume.py").write_text(STUB)
     shutil.copy(ROOT / "examples" / "slurm.sbatch", folder / "examples")
-    (folder / "hosts").write_text(hosts)
-    program(folder, "python", f'exec {python} "$@"')
+    (folder / "hosts").write_text(HOSTFILE)
+    mine = {"python": f'{python} "$@"', "tarantella": f'{python} -m tarantella_pp "$@"'}
+    for name, text in {**mine, **(programs or {})}.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\nexec {text}\n")
+        (folder / "bin" / name).chmod(0o700)
     path = os.pathsep.join([str(folder / "bin"), environment.pop("PATH", os.environ["PATH"])])
-
-    def run(command: str) -> Result:
-        there = f"cd {shlex.quote(str(folder))} && {command}"
-        with Job(*inside, "sh", "-c", there, **{**environment, "PATH": path}) as job:
-            return job.result(LIMIT_SECONDS)
-
-    return run
-
-
-def program(folder: Path, name: str, text: str) -> None:
-    """Puts a program on the path."""
-    (folder / "bin").mkdir(exist_ok=True)
-    (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / "bin" / name).chmod(0o700)
-
-
-def check(title: str, run: Run) -> dict[str, Result]:
-    """Runs the commands of a section, one after the other, and returns how each has ended."""
     results = {}
-    for command in COMMANDS[title]:
-        result = results[command] = run(command)
+    for command in (command for title in titles for command in COMMANDS[title]):
+        there = f"cd {shlex.quote(str(folder))} && {command}"
+        with Job(*inside, "sh", "-c", there, **environment, PATH=path) as job:
+            result = results[command] = job.result(LIMIT_SECONDS)
         expected = re.search(r"# ends with (\d+)$", command)
         assert result.code == (int(expected[1]) if expected else 0), (command, result)
     return results
-
-
-@contextlib.contextmanager
-def two_hosts(python: str, folder: Path, title: str) -> Iterator[Run]:
-    """What runs a command on the first of two hosts, which reaches the other with `ssh`."""
-    # But for the section about them, one rank of each host shows as much.
-    hosts = HOSTFILE if title == "On several hosts" else HOSTFILE.replace(":2", ":1")
-    own, shared = folder / "network", folder / "shared"
-    own.mkdir()
-    shared.mkdir()
-    with network_hosts.network(2, own, HOSTS) as made:
-        first = made.hosts[0]
-        given = {"UCX_TLS": "tcp,self", "TMPDIR": str(first.tmp)}
-        program(shared, "tarantella", f'exec {python} -m tarantella_pp "$@"')
-        program(shared, "ssh", f'exec {made.remote_shell} "$@"')
-        yield runs(python, shared, *first.inside(), title=title, hosts=hosts, **given)
-        assert [host.leftovers() for host in made.hosts] == [[], []]
 
 
 def test_every_section_with_commands_is_run() -> None:
@@ -140,13 +100,10 @@ def test_every_section_with_commands_is_run() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("title", ALONE)
 @pytest.mark.parametrize("python", PYTHONS)
-def test_commands_for_one_host(python: str, title: str, tmp_path: Path) -> None:
-    program(tmp_path, "tarantella", f'exec {python} -m tarantella_pp "$@"')
-    results = check(title, runs(python, tmp_path, title=title))
-    told = [re.findall("^loss: .*", result.stdout, re.MULTILINE) for result in results.values()]
-    assert len([losses for losses in told if len(losses) == 4]) == {"On a laptop": 2}.get(title, 1)
+def test_commands_for_one_host(python: str, tmp_path: Path) -> None:
+    results = run(ALONE, python, tmp_path)
+    assert sum(result.stdout.count("loss: 3") for result in results.values()) == 3
 
 
 @pytest.mark.slow
@@ -154,25 +111,25 @@ def test_commands_for_one_host(python: str, title: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(
     bool(network_hosts.obstacle()), reason=network_hosts.obstacle() or "hosts can be made"
 )
-@pytest.mark.parametrize("title", ON_HOSTS)
 @pytest.mark.parametrize("python", PYTHONS)
-def test_commands_for_several_hosts(python: str, title: str, tmp_path: Path) -> None:
-    with two_hosts(python, tmp_path, title) as run:
-        if "tarantella checkpoint show run" in COMMANDS[title]:
-            mpi_run(1, write_checkpoint, str(tmp_path / "shared" / "run")).check()
-        results = check(title, run)
-    told = "".join(result.stdout for result in results.values())
-    if title == "On several hosts":
-        tables = results["tarantella doctor --hostfile hosts"].stdout
-        assert words(tables).replace("Open MPI v#", "MPICH #") == words(SHOWN)
-        assert "# host node-1: ranks 0 to 1\n# host node-2: ranks 2 to 3\n" in told
-        assert len(re.findall("^loss: ", told, re.MULTILINE)) == 4
-    elif title == "When a host dies":
-        died, _, shown = results.values()
-        assert "tarantella: rank 1 of 2 on host node-2 failed first: killed by" in died.stderr
-        assert re.search(r"\b16\b", shown.stdout)
-    else:
-        assert (tmp_path / "shared" / "trace.json").stat().st_size
+def test_commands_for_several_hosts(python: str, tmp_path: Path) -> None:
+    """On the first of two, which reaches the other with `ssh`."""
+    with network_hosts.network(2, tmp_path, ("node-1", "node-2")) as made:
+        first, shared = made.hosts[0], tmp_path / "shared"
+        given = {"UCX_TLS": "tcp,self", "TMPDIR": str(first.tmp)}
+        ssh = {"ssh": f'{made.remote_shell} "$@"'}
+        results = run(ON_HOSTS, python, shared, *first.inside(), programs=ssh, **given)
+        assert [host.leftovers() for host in made.hosts] == [[], []]
+    tables = results["tarantella doctor --hostfile hosts"].stdout
+    assert words(tables).replace("Open MPI v#", "MPICH #") == words(SHOWN)
+    placed = results["tarantella --hostfile hosts --dry-run -- examples/resume.py --directory run"]
+    assert "# host node-1: ranks 0 to 1\n# host node-2: ranks 2 to 3\n" in placed.stdout
+    trained = results["tarantella --hostfile hosts -- examples/resume.py --directory run"]
+    assert trained.stdout.count("loss: ") == 4
+    assert (shared / "trace.json").stat().st_size
+    *_, died, _, shown = results.values()
+    assert "tarantella: rank 3 of 4 on host node-2 failed first: killed by" in died.stderr
+    assert re.search(r"\b16\b", shown.stdout)
 
 
 def words(text: str) -> str:
@@ -181,22 +138,14 @@ def words(text: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("title", IN_SLURM)
 @pytest.mark.parametrize("python", PYTHONS)
-def test_commands_for_slurm(python: str, title: str, tmp_path: Path) -> None:
+def test_commands_for_slurm(python: str, tmp_path: Path) -> None:
     """Its programs are acted: an allocation has two tasks on this host."""
-    program(tmp_path, "tarantella", f'exec {python} -m tarantella_pp --mpi=slurm "$@"')
-    program(tmp_path, "sbatch", 'exec bash "$@"')
-    program(tmp_path, "salloc", 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"')
-    calls = tmp_path / "calls"
-    given = {
-        "PATH": os.pathsep.join([str(ROOT / "tests/launch/slurm_bin"), os.environ["PATH"]]),
-        "SLURM_JOB_ID": "7",
-        "SLURM_NNODES": "1",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_CPUS_PER_TASK": "1",
-        "SRUN_CALLS": str(calls),
-        "SRUN_MPIEXEC": " ".join(find_mpiexec(python) or ()),
+    given = slurm_allocation(python, tmp_path / "calls")
+    programs = {
+        "tarantella": f'{python} -m tarantella_pp --mpi=slurm "$@"',
+        "sbatch": 'bash "$@"',
+        "salloc": 'sh -c \'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"\' - "$@"',
     }
-    check(title, runs(python, tmp_path, title=title, **given))
-    assert calls.read_text().count(" --ntasks=2 ") == len(COMMANDS[title])
+    results = run(IN_SLURM, python, tmp_path, programs=programs, **given)
+    assert (tmp_path / "calls").read_text().count(" --ntasks=2 ") == len(results)

@@ -7,18 +7,17 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import time
 import uuid
 
 import psutil
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.helpers.mpi import PYTHONS as PYTHONS
+from tests.helpers.mpi import ROOT, find_mpiexec
+
 SCRIPTS = ROOT / "tests" / "launch" / "scripts"
 PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers" / "startup")])
 """Where Python finds the package, the tests, and what it runs first."""
-PYTHONS = os.environ.get("TNT_TEST_PYTHONS", sys.executable).split(os.pathsep)
-"""Interpreters, each with an MPI of its own, for which the tests of jobs are run."""
 LIMIT_SECONDS = 40.0
 MARK = "TNT_TEST_JOB"
 
@@ -122,8 +121,20 @@ def tarantella(python: str, *arguments: str, **environment: str) -> Job:
 
 def mpiexec(python: str, num_ranks: int, *arguments: str) -> Job:
     """Starts a script the way users do without the launcher."""
-    command = [str(pathlib.Path(python).with_name("mpiexec")), "-n", str(num_ranks)]
-    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True)
-    if "Open MPI" in version.stdout:
-        command += ["--allow-run-as-root", "--oversubscribe"]
-    return Job(*command, python, *arguments)
+    return Job(*find_mpiexec(python), "-n", str(num_ranks), python, *arguments)
+
+
+def slurm_allocation(python: str, calls: pathlib.Path, **more: str) -> dict[str, str]:
+    """Returns the environment in an allocation of two tasks on this host, whose srun is acted."""
+    acted = ROOT / "tests" / "launch" / "slurm_bin"
+    folders = [str(acted), str(pathlib.Path(python).parent), os.environ["PATH"]]
+    return {
+        "PATH": os.pathsep.join(folders),
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "1",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_CPUS_PER_TASK": "3",
+        "SRUN_CALLS": str(calls),
+        "SRUN_MPIEXEC": " ".join(find_mpiexec(python)),
+        **more,
+    }

@@ -2,41 +2,23 @@
 
 import contextlib
 import os
-import pathlib
 import re
 import signal
 
 import psutil
 import pytest
 
-from tests.helpers.jobs import PYTHONS, ROOT, Job, tarantella
-from tests.helpers.mpi import find_mpiexec
+from tests.helpers.jobs import PYTHONS, ROOT, Job, slurm_allocation, tarantella
 
-BIN = ROOT / "tests" / "launch" / "slurm_bin"
 SBATCH = ROOT / "examples" / "slurm.sbatch"
-
-
-def allocation(python: str, calls: pathlib.Path, **more: str) -> dict[str, str]:
-    """Returns the environment in an allocation of two tasks on this host."""
-    folders = [str(BIN), str(pathlib.Path(python).parent), os.environ["PATH"]]
-    return {
-        "PATH": os.pathsep.join(folders),
-        "SLURM_JOB_ID": "7",
-        "SLURM_NNODES": "1",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_CPUS_PER_TASK": "3",
-        "SRUN_CALLS": str(calls),
-        "SRUN_MPIEXEC": " ".join(find_mpiexec(python) or ()),
-        **more,
-    }
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("python", PYTHONS)
-def test_tasks_and_cores_are_those_of_the_allocation(python, tmp_path, monkeypatch):
+def test_tasks_and_cores_are_those_of_the_slurm_allocation(python, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     calls = tmp_path / "calls"
-    given = allocation(python, calls)
+    given = slurm_allocation(python, calls)
     result = tarantella(python, "--mpi", "slurm", "--", "hello.py", "a", **given).ends(0)
     assert result.stdout.splitlines()[::2] == ["hello 1 2 a", "threads 3 "]
     told = calls.read_text()
@@ -63,7 +45,7 @@ OWN_STEP = {
 @pytest.mark.parametrize("python", PYTHONS)
 def test_a_step_begins_beside_that_of_the_shell_and_a_rank_that_fails_is_named(python, tmp_path):
     """srun would wait for the shell to end, or bind all ranks to its cores."""
-    given = allocation(python, tmp_path / "calls", **OWN_STEP)
+    given = slurm_allocation(python, tmp_path / "calls", **OWN_STEP)
     job = tarantella(python, "-n", "2", "--mpi=slurm", "--", "fault.py", "_exit5", "recv", **given)
     cause = "failed first: its process ended with exit code 5"
     job.ends(5, "tarantella: rank 1 of 2 on host ", cause)
@@ -92,7 +74,7 @@ def test_preempted_tasks_end_with_75_and_the_script_of_the_examples_puts_them_ba
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/queue\n')
     for name in ("tarantella", "scontrol"):
         (tmp_path / name).chmod(0o700)
-    given = allocation(python, tmp_path / "calls")
+    given = slurm_allocation(python, tmp_path / "calls")
     given["PATH"] = os.pathsep.join([str(tmp_path), given["PATH"]])
     with Job("bash", str(SBATCH), "stopped.py", **given) as job:
         job.wait_until_ready()

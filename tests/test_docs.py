@@ -28,13 +28,6 @@ def test_all_commands_with_outputs_are_run() -> None:
     assert shown == {"README.md", "docs/schedules.md", "docs/examples.md"}
 
 
-def test_looking_at_pages_needs_a_browser() -> None:
-    command = [sys.executable, "docs/check_pages.py", "no pages"]
-    answer = subprocess.run(command, cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True)
-    assert answer.returncode == 1
-    assert answer.stderr == "check_pages.py needs chromium and chromedriver: not found on PATH.\n"
-
-
 PROGRAM = """
 import sys
 package, *names = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""The examples: they say how to be called, and come to the same losses on all numbers of ranks."""
+"""The examples come to the same losses on all numbers of ranks."""
 
 import contextlib
 import functools
@@ -83,13 +83,6 @@ def on_ranks(folder):
 def run_small(name, folder, *more):
     options, arguments = SMALL[name]
     return run_example(name, options, " ".join([arguments.format(folder=folder), *more]))
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_it_says_how_to_be_called(name):
-    with pytest.raises(SystemExit) as end:
-        run_example(name, {}, "--help")
-    assert end.value.code == 0
 
 
 SHORT = {

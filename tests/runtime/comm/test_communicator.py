@@ -9,59 +9,37 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.launch.environment import detect_launch
 from tarantella_pp.runtime.comm.waiting import Limits, Wakeup
 from tests.helpers.message_cases import CASES, run_cases
-from tests.helpers.mpi import PYTHONS, ROOT, mpi_run
-
-# As on hosts where a process may not read the memory of another one.
-NO_SINGLE_COPY = {
-    "MPIR_CVAR_CH4_CMA_ENABLE": "0",
-    "UCX_TLS": "posix,self",
-    "OMPI_MCA_smsc": "^cma,xpmem,knem",
-}
+from tests.helpers.mpi import PYTHONS, mpi_run
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("ranks", "env"), [(3, {}), pytest.param(2, NO_SINGLE_COPY, marks=pytest.mark.slow)]
-)
 @pytest.mark.parametrize("python", PYTHONS)
-def test_several_ranks(python: str, ranks: int, env: dict[str, str]) -> None:
-    env = {"TNT_TIMEOUT": "20", **env}
-    run = mpi_run(ranks, run_cases, list(CASES), timeout=100, env=env, python=python).check()
-    assert run.results == [{}] * ranks
+def test_several_ranks(python: str) -> None:
+    env = {"TNT_TIMEOUT": "20"}
+    run = mpi_run(3, run_cases, list(CASES), timeout=100, env=env, python=python).check()
+    assert run.results == [{}] * 3
 
 
-def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    clean["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env={**clean, **env}
+@pytest.mark.parametrize(
+    ("code", "started_by", "remedies"),
+    [
+        ("sys.modules['mpi4py'] = None", {"OMPI_COMM_WORLD_SIZE": "4"}, ["pip install"]),
+        (
+            "",
+            {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"},
+            ["srun --mpi=pmix", "tarantella -n", "mpiexec", "SLURM_STEP_NUM_TASKS is left over"],
+        ),
+    ],
+)
+def test_processes_that_cannot_meet_say_so(
+    code: str, started_by: dict[str, str], remedies: list[str]
+) -> None:
+    """`test_package.py` has one process, which needs no MPI."""
+    imports = "from tarantella_pp.runtime.comm.communicator import world"
+    run = subprocess.run(
+        [sys.executable, "-c", f"import sys; {code}\n{imports}\nworld()"],
+        capture_output=True, text=True, timeout=60, env={**os.environ, **started_by},
     )  # fmt: skip
-
-
-def test_one_process_needs_no_mpi_and_several_say_so() -> None:
-    run = python(
-        "import os, sys\n"
-        "sys.modules['mpi4py'] = None\n"
-        "from tarantella_pp.runtime.comm import communicator\n"
-        "assert communicator.world() is communicator.world()\n"
-        "print(communicator.world().rank, communicator.world().size)\n"
-        "os.environ['OMPI_COMM_WORLD_SIZE'], communicator._world = '4', None\n"
-        "communicator.world()\n",
-        SLURM_NTASKS="4",
-    )
-    assert run.stdout.split() == ["0", "1"], run.stderr
-    assert "LaunchError: 4 processes were started by Open MPI's mpirun" in run.stderr
-    assert "pip install" in run.stderr
-
-
-def test_several_processes_that_do_not_know_of_each_other() -> None:
-    run = python(
-        "from tarantella_pp.runtime.comm.communicator import world\nworld()\n",
-        SLURM_STEP_NUM_TASKS="4",
-        SLURM_PROCID="0",
-    )
-    remedies = ("srun --mpi=pmix", "tarantella -n", "mpiexec", "SLURM_STEP_NUM_TASKS is left over")
     for part in ("LaunchError: 4 processes", *remedies):
         assert part in run.stderr
 

@@ -66,8 +66,7 @@ class NetworkHost:
         """Returns what has stayed behind on this host, for which it gets a moment to go."""
         deadline = time.monotonic() + LIMIT_SECONDS
         while True:
-            left = [*filter(None, map(_command_of, self.processes()))]
-            left += map(str, self.seen(self.tmp).iterdir())
+            left = list(map(str, [*self.processes(), *self.seen(self.tmp).iterdir()]))
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.1)
@@ -117,7 +116,7 @@ def obstacle() -> str:
 
 @contextlib.contextmanager
 def network(
-    size: int, folder: pathlib.Path, names: Sequence[str] = ("alpha", "beta", "gamma")
+    size: int, folder: pathlib.Path, names: Sequence[str] = ("alpha", "beta")
 ) -> Iterator[Network]:
     """Makes hosts and takes them away in the end."""
     names = names[:size]
@@ -158,7 +157,10 @@ def _holder(name: str, folder: pathlib.Path) -> subprocess.Popen[bytes]:
     )
     command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", setup, name, str(folder)]
     holder = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, preexec_fn=_die_with_parent
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        preexec_fn=functools.partial(die_with_parent, os.getpid()),
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"ready\n"
@@ -178,20 +180,8 @@ def _join(made: Network, addresses: list[str]) -> None:
         host.run(*["ip", "link", "set", "eth0", "up"])
 
 
-def _die_with_parent() -> None:
-    die_with_parent(os.getppid())
-
-
 def _network_of(pid: int) -> str | None:
     try:
         return os.readlink(f"/proc/{pid}/ns/net")
     except OSError:
         return None
-
-
-def _command_of(process: psutil.Process) -> str:
-    """Returns the command of a process that runs."""
-    with contextlib.suppress(psutil.Error):
-        if process.status() != psutil.STATUS_ZOMBIE:
-            return " ".join(process.cmdline())
-    return ""

@@ -2,7 +2,7 @@
 
     fault.py FAULT WAIT [--guard]
 
-Rank 1, or FAULT_RANK, does FAULT; all other ranks, and that one if FAULT is "none", do WAIT.
+Rank 1 does FAULT; all other ranks, and that one if FAULT is "none", do WAIT.
 """
 
 import os
@@ -15,7 +15,6 @@ import time
 from mpi4py import MPI
 
 fault, wait = sys.argv[1:3]
-culprit = int(os.environ.get("FAULT_RANK", "1"))
 comm = MPI.COMM_WORLD
 if "--guard" in sys.argv:
     from tarantella_pp.launch import guard
@@ -49,14 +48,14 @@ def fail() -> None:
         time.sleep(60)
 
 
-if comm.rank == culprit:
+if comm.rank == 1:
     fail()
 elif wait == "recv":
-    comm.recv(source=culprit, tag=7)
+    comm.recv(source=1, tag=7)
 elif wait == "barrier":
     comm.Barrier()
 elif wait == "work":
     time.sleep(60)
-if fault == "none" and comm.rank == culprit:
+if fault == "none" and comm.rank == 1:
     subprocess.Popen(["sleep", "60"])  # goes with the rank that has started it
     time.sleep(60)

@@ -49,17 +49,15 @@ RULES = {
         name: (lambda name=name: chain((6, 16), start(), layers.Activation(name)))
         for name in (
             *("relu", "relu6", "leaky_relu", "elu", "selu", "softplus", "tanh", "sigmoid", "silu"),
-            *("gelu", "softmax", "exponential", "mish", "hard_sigmoid", "softsign"),
+            *("gelu", "softmax", "exponential", "softsign"),
         )
     },
     **{
         f"dense {name}": (lambda name=name: chain((16,), layers.Dense(8, name), layers.Dense(4)))
-        for name in ("relu", "gelu", "silu")
+        for name in ("relu", "gelu")
     },
     "conv": lambda: image(layers.Conv2D(4, 3, activation="relu")),
-    "conv strided": lambda: image(layers.Conv2D(4, 3, strides=2)),
     "depthwise": lambda: image(layers.DepthwiseConv2D(3, activation="relu")),
-    "separable": lambda: image(layers.SeparableConv2D(6, 3, depth_multiplier=2)),
     "transposed": lambda: image(layers.Conv2DTranspose(6, 3)),
     "batch norm": lambda: image(layers.BatchNormalization()),
     "layer norm": lambda: chain((64, 16), start(), layers.LayerNormalization()),
@@ -68,14 +66,12 @@ RULES = {
     "dropout": lambda: chain((6, 16), start(), layers.Dropout(0.5, seed=1)),
     "max pooling": lambda: image(layers.MaxPooling2D()),
     "average pooling": lambda: image(layers.AveragePooling2D(2)),
-    "global pooling": lambda: image(layers.GlobalAveragePooling2D()),
     "embedding": lambda: chain((9,), layers.Embedding(11, 16), start(), dtype="int32"),
     "attention": attention,
     "attention with dropout": lambda: attention(dropout=0.1, seed=2),
     "reshapes": lambda: chain((8, 8), layers.Dense(8), layers.Flatten(), layers.Dense(3)),
     "padding": lambda: image(layers.ZeroPadding2D(), layers.Conv2D(3, 3)),
     "product": lambda: chain((6, 16), start(), lambda x: x * ops.sigmoid(x)),
-    "scaled": lambda: chain((6, 16), start(), lambda x: x * 2.0 + 1.0 - x / 3.0),
     "matmul": lambda: chain((6, 16), start(), lambda x: ops.matmul(x, ops.transpose(x, (0, 2, 1)))),
     "square": lambda: chain((6, 16), start(), lambda x: ops.mean(ops.square(x), -1)),
     "slices": lambda: chain((6, 16), start(), lambda x: ops.concatenate([x[:, :2], x[:, 3:]], 1)),
@@ -84,7 +80,6 @@ RULES = {
     "tied variable": lambda: models.tied_variable(),
     "mlp": lambda: models.mlp(),
     "residual cnn": lambda: models.batch_norm_cnn(),
-    "two in two out": lambda: models.two_in_two_out(),
 }
 
 

@@ -64,22 +64,17 @@ def scattered(x, kept):
     return tf.reduce_mean(tf.scatter_nd(tf.where(kept), tf.boolean_mask(x, kept), shape))
 
 
-def by_parts(x, kept):
-    return tf.reduce_mean(tf.dynamic_partition(x, tf.cast(kept, tf.int32), 2)[1])
-
-
-def by_a_function(x, kept):
-    return tf.reduce_mean(tf.function(tf.boolean_mask)(x, kept))
-
-
 @pytest.mark.parametrize(
     ("make", "linear"),
     [
         (lambda x, kept: tf.reduce_mean(x[kept]), False),
-        (by_parts, False),
+        (
+            lambda x, kept: tf.reduce_mean(tf.dynamic_partition(x, tf.cast(kept, tf.int32), 2)[1]),
+            False,
+        ),
         (lambda x, kept: ops.mean(ops.take(x, ops.nonzero(kept)[0], axis=0)), False),
         (lambda x, kept: tf.reduce_mean(x[: tf.math.count_nonzero(kept)]), False),
-        (by_a_function, False),
+        (lambda x, kept: tf.reduce_mean(tf.function(tf.boolean_mask)(x, kept)), False),
         (lambda x, kept: tf.reduce_sum(x[kept]), True),
         (lambda x, kept: tf.cast(tf.size(x[kept]), x.dtype), True),
         (scattered, True),

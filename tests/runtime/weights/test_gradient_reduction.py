@@ -1,6 +1,5 @@
 """Gradients of several replicas, in one launch."""
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -37,10 +36,6 @@ def rows(rank: int, step: int = 0) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, tf.constant(indices, tf.int32), tf.constant([50, 4]))
 
 
-def total(arrays: list[np.ndarray]) -> np.ndarray:
-    return functools.reduce(np.add, arrays)
-
-
 def bits(value: Any) -> Any:
     if value is None:
         return None
@@ -67,7 +62,7 @@ def packed_and_alone_over_several_steps(ranks: Communicator) -> None:
         reduction.communicator.progress()
         packed = reduction.finish("all")
         for name, one in zip(names, packed, strict=True):
-            expected = total([dense(name, rank, step) for rank in range(ranks.size)])
+            expected = sum([dense(name, rank, step) for rank in range(ranks.size)])
             assert one.shape == SHAPES[name]
             np.testing.assert_array_equal(one.numpy(), expected)
             assert bits(reduction.finish(name)[0]) == bits(one)
@@ -92,7 +87,7 @@ def replicas_without_some_gradients(ranks: Communicator) -> None:
         ]
         for name, one in zip(names, reduced(reduction, mine), strict=True):
             if plan[name]:
-                expected = total([dense(name, rank, step) for rank in sorted(set(plan[name]))])
+                expected = sum([dense(name, rank, step) for rank in sorted(set(plan[name]))])
                 np.testing.assert_array_equal(one.numpy(), expected)
             else:
                 assert one is None, (step, name)
@@ -129,7 +124,7 @@ def slices_at_the_same_places_are_added_up(ranks: Communicator) -> None:
         mine = None if absent else tf.IndexedSlices(values, indices)
         found = reduced(reduction, [None, mine])[1]
         expected = tf.concat([one.values for one in chosen[step:]], 0)
-        added = total([one.values for one in fixed[step:]])
+        added = sum([one.values for one in fixed[step:]])
         np.testing.assert_allclose(found.values, tf.concat([expected, added], 0), rtol=1e-6)
         expected = tf.concat([one.indices for one in chosen[step:]], 0)
         np.testing.assert_array_equal(found.indices, tf.concat([expected, places], 0))
@@ -178,7 +173,7 @@ def messages_of_sixteen_bits(ranks: Communicator) -> None:
         *sums, slices = reduced(reduction, [*mine, rows(rank, step)])
         for name, one in zip(names, sums, strict=False):
             parts = [rounded(dense(name, replica, step)) for replica in range(ranks.size)]
-            np.testing.assert_array_equal(one.numpy(), rounded(total(parts)))
+            np.testing.assert_array_equal(one.numpy(), rounded(sum(parts)))
         values = [rows(replica, step).values for replica in range(ranks.size)]
         np.testing.assert_array_equal(slices.values, rounded(np.concatenate(values)))
 

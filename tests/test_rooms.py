@@ -202,16 +202,14 @@ def test_tests_mirror_the_package() -> None:
     assert strangers == []
 
 
-def test_the_files_that_documents_name_exist() -> None:
-    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
-    paths = [
-        (document.name, path)
-        for document in documents
-        for path in re.findall(r"`([a-z_/]+/[a-z_]+\.py)`", document.read_text(encoding="utf-8"))
-    ]
-    assert len(paths) > 20
-    assert [
-        (name, path)
-        for name, path in paths
-        if not any((r / path).exists() for r in (ROOT, PACKAGE))
-    ] == []
+def test_the_files_that_documents_name_and_link_to_exist() -> None:
+    found, missing = 0, []
+    for document in (*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("docs/*.md")):
+        text = document.read_text(encoding="utf-8")
+        links = [path for path in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in path]
+        named = re.findall(r"`([a-z_/]+/[a-z_]+\.py)`", text)
+        found += len(links) + len(named)
+        missing += [path for path in links if not (document.parent / path).exists()]
+        missing += [path for path in named if not any((r / path).exists() for r in (ROOT, PACKAGE))]
+    assert found > 25
+    assert missing == []

@@ -66,8 +66,8 @@ def test_each_rank_takes_a_gpu(python, start, monkeypatch):
     """Without the launcher, when ranks meet."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
     given = ["-n", "2", "--output-on-all-devices"] if start is tarantella else [2]
-    with start(python, *given, "gpu.py") as job:
+    with start(python, *given, "share.py") as job:
         result = job.result()
     assert result.code == 0, result.stderr
     for rank, gpu in enumerate(["5", "6"]):
-        assert f"rank {rank} takes {gpu}, growth true\n" in result.stdout
+        assert f"rank {rank} takes {gpu}, growth true, cores " in result.stdout

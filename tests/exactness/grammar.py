@@ -16,23 +16,10 @@ ROWS, TIMES, WIDTH, IDS = 12, 4, 4, 5
 Tensor = Any
 
 
-def attend(x: Tensor) -> Tensor:
-    # Without biases: the gradient of that of the keys is zero, so Adam follows rounding errors.
-    return layers.MultiHeadAttention(2, 2, use_bias=False)(x, x)
-
-
 def nested(x: Tensor) -> Tensor:
     inner = keras.Input(x.shape[1:])
     y = layers.Dense(WIDTH, activation="tanh")(layers.LayerNormalization()(inner))
     return keras.Model(inner, y)(x)
-
-
-def sequential(x: Tensor) -> Tensor:
-    return keras.Sequential([layers.Dense(3, activation="elu"), layers.Dense(WIDTH)])(x)
-
-
-def skip(x: Tensor) -> Tensor:
-    return layers.Add()([x, layers.Dense(WIDTH, activation="tanh")(x)])
 
 
 def branches(x: Tensor) -> Tensor:
@@ -61,13 +48,14 @@ ANYWHERE: dict[str, Callable[[Tensor], Tensor]] = {
     "sum of losses": lambda x: AddsLoss(lambda y: 0.1 * ops.sum(ops.square(y)))(x),
     "stopped": lambda x: x + ops.stop_gradient(layers.Dense(WIDTH)(x)),
     "nested": nested,
-    "sequential": sequential,
-    "skip": skip,
+    "sequential": lambda x: keras.Sequential([layers.Dense(3, "elu"), layers.Dense(WIDTH)])(x),
+    "skip": lambda x: layers.Add()([x, layers.Dense(WIDTH, activation="tanh")(x)]),
     "branches": branches,
     "twice": twice,
 }
 SEQUENCES: dict[str, Callable[[Tensor], Tensor]] = {
-    "attention": attend,
+    # Without biases: the gradient of that of the keys is zero, so Adam follows rounding errors.
+    "attention": lambda x: layers.MultiHeadAttention(2, 2, use_bias=False)(x, x),
     "causal attention": lambda x: layers.MultiHeadAttention(1, 3, use_bias=False)(
         x, x, use_causal_mask=True
     ),

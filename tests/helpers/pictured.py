@@ -10,9 +10,9 @@ from tests.helpers import plans
 KINDS = ("Conv2D", "BatchNormalization", "ReLU", "Conv2D", "Add")
 
 
-def residual_graph(layers, *, long_skips=0, names=None):
+def residual_graph(layers, *, long_skips=0):
     """Blocks of five with a skip each, and some skips from the first to the last blocks."""
-    names = names or [f"block{i // 5}_{i % 5}_{KINDS[i % 5].lower()}" for i in range(layers)]
+    names = [f"block{i // 5}_{i % 5}_{KINDS[i % 5].lower()}" for i in range(layers)]
     reads = []
     for i in range(layers):
         own = {i - 1}
@@ -59,12 +59,9 @@ def graphs(draw, names=None, most=40):
     """Graphs in which each operation reads some of those before it."""
     layers = draw(st.integers(2, most))
     reads = [draw(st.sets(st.integers(-1, i - 1), min_size=1, max_size=3)) for i in range(layers)]
-    texts = (
-        draw(st.lists(names, min_size=layers, max_size=layers, unique=True))
-        if names is not None
-        else None
-    )
-    return graph_of(texts or [f"layer_{i}" for i in range(layers)], reads)
+    if names is None:
+        return graph_of([f"layer_{i}" for i in range(layers)], reads)
+    return graph_of(draw(st.lists(names, min_size=layers, max_size=layers, unique=True)), reads)
 
 
 def plan_of(graph, num_stages, *, schedule="1f1b", micro_batches=8, **changes):

@@ -1,6 +1,7 @@
 """A share of a host for each rank: cores, a socket, a GPU."""
 
 import os
+import re
 import sys
 from types import SimpleNamespace
 
@@ -71,8 +72,9 @@ def test_a_rank_takes_its_share_of_the_host_it_is_on(
 @pytest.mark.skipif(CORES < 2, reason="needs two cores")
 @pytest.mark.parametrize("python", PYTHONS)
 def test_ranks_of_a_job_run_on_cores_of_their_own(python):
-    result = tarantella(python, "-n", "2", "--threads", str(CORES // 2), "cores.py").ends(0)
-    ranks = [set(map(int, line.split())) for line in result.stdout.splitlines()]
+    options = ["-n", "2", "--threads", str(CORES // 2), "--output-on-all-devices"]
+    told = tarantella(python, *options, "share.py").ends(0).stdout
+    ranks = [set(found.split()) for found in re.findall("cores (.*)", told)]
     assert len(ranks) == 2
     assert ranks[0].isdisjoint(ranks[1])
     assert len(ranks[0] | ranks[1]) == CORES

@@ -144,25 +144,29 @@ def test_repeating_early_makes_no_step_longer(data, p, m):
     assert alone(repeat_in_bubbles(plain, costs, range(p)), costs) <= alone(plain, costs)
 
 
-def test_a_message_takes_its_time():
-    costs = Costs.uniform(2, link=LinkCosts(seconds=0.5, latency=0.25))
-    assert play("gpipe", 2, 1, costs=costs).step_seconds == 6 + 2 * 0.75
-    costs = replace(costs, send_seconds=0.125, receive_seconds=0.0625)
-    assert play("gpipe", 2, 1, costs=costs).step_seconds == 6 + 2 * (0.75 + 0.1875)
+TWO, LINK = Costs.uniform(2), LinkCosts(seconds=0.5, latency=0.25)
+APART = {(0, 1): LinkCosts(1.0), (1, 0): LinkCosts(2.0)}
 
 
-def test_messages_of_one_direction_wait_for_each_other():
-    slow = Costs.uniform(2, link=LinkCosts(seconds=3.0))
-    assert play("forward", 2, 4, costs=slow).step_seconds == 1 + 4 * 3 + 1
-    far = Costs.uniform(2, link=LinkCosts(latency=3.0))
-    assert play("forward", 2, 4, costs=far).step_seconds == 1 + 3 + 4
-
-
-def test_links_may_differ():
-    costs = replace(Costs.uniform(2), links={(0, 1): LinkCosts(1.0)}, default_link=LinkCosts(9.0))
-    assert costs.link(1, 0) == LinkCosts(1.0)
-    costs = replace(costs, links={(0, 1): LinkCosts(1.0), (1, 0): LinkCosts(2.0)})
-    assert play("1f1b", 2, 1, costs=costs).step_seconds == 6 + 1 + 2
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "costs", "seconds"),
+    [
+        ("gpipe", 1, {"default_link": LINK}, 6 + 2 * 0.75),
+        (
+            "gpipe",
+            1,
+            {"default_link": LINK, "send_seconds": 0.125, "receive_seconds": 0.0625},
+            6 + 2 * (0.75 + 0.1875),
+        ),
+        # Messages of one direction wait for each other.
+        ("forward", 4, {"default_link": LinkCosts(seconds=3.0)}, 1 + 4 * 3 + 1),
+        ("forward", 4, {"default_link": LinkCosts(latency=3.0)}, 1 + 3 + 4),
+        ("1f1b", 1, {"links": APART, "default_link": LinkCosts(9.0)}, 6 + 1 + 2),
+        ("1f1b", 1, {"links": {(0, 1): LinkCosts(1.0)}}, 6 + 1 + 1),
+    ],
+)
+def test_a_message_takes_its_time(name, micro_batches, costs, seconds):
+    assert play(name, 2, micro_batches, costs=replace(TWO, **costs)).step_seconds == seconds
 
 
 def test_other_work_fills_a_wait_and_may_outlast_it():

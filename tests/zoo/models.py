@@ -424,14 +424,6 @@ def tied_variable():
     return keras.Model(inputs, ops.einsum("btf,vf->btv", x, embedding.embeddings))
 
 
-def mixed_precision():
-    policy = keras.DTypePolicy("mixed_bfloat16")
-    inputs = keras.Input((6,))
-    x = layers.Dense(8, activation="relu", dtype=policy)(inputs)
-    x = layers.Dense(8, dtype=policy)(x)
-    return keras.Model(inputs, layers.Dense(2, dtype="float32")(x))
-
-
 def frozen_start():
     inputs = keras.Input((6,))
     base = keras.Sequential([keras.Input((6,)), layers.Dense(6), layers.BatchNormalization()])
@@ -462,7 +454,6 @@ READ = [
     opaque_mask,
     opaque_subclass,
     tied_variable,
-    mixed_precision,
     frozen_start,
 ]
 """Those that the partitioner is tried with, one of each kind; `training.CASES` has the others."""

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.mpi
 
 
 def blocks(language: str) -> dict[str, list[str]]:
-    """Returns the blocks of each section in a language."""
     sections = re.split(r"^## (.*)\n", PAGE, flags=re.MULTILINE)
     found = {
         title: re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -133,7 +132,6 @@ def test_commands_for_several_hosts(python: str, tmp_path: Path) -> None:
 
 
 def words(text: str) -> str:
-    """Returns a text without figures and spaces."""
     return " ".join(re.sub(r"[\d.]*\d", "#", text).split())
 
 

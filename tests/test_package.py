@@ -17,7 +17,6 @@ LIGHT = ("cli.main", "partition.cut", "partition.plan.report", "runtime.comm.com
 
 
 def loaded_by(code: str) -> set[str]:
-    """Returns the top-level modules that some code loads."""
     return {name.split(".")[0] for name in all_loaded_by(code)}
 
 

@@ -74,13 +74,11 @@ SAMPLES = 2 * BATCH
 
 
 def parts() -> list[Part]:
-    """All callbacks that Keras has, and more of them."""
     names = dict.fromkeys([*classes_in(callbacks, NOT_TRIED), *MADE])
     return [Part(name, MADE[name], None if name in ALONE else "fit") for name in names]
 
 
 def trial(parts: Sequence[Part]) -> Trial:
-    """Two epochs of `fit` with some callbacks."""
 
     def compiled() -> dict[str, Any]:
         return {"optimizer": keras.optimizers.Adam(0.05, use_ema=True), "loss": "mse"}

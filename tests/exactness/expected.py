@@ -16,8 +16,6 @@ CRASHED = "crashed"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one of the things that were tried."""
-
     name: str
     outcome: str
     error: float = 0.0
@@ -74,7 +72,6 @@ def reason(kind: str, name: str, outcome: str) -> str | None:
 
 
 def outcome(kind: str, name: str) -> str:
-    """How something should end."""
     return next((o for o in NOT_EXACT[kind] if reason(kind, name, o) is not None), EXACT)
 
 

@@ -107,8 +107,6 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Sentence:
-    """What a model is made of and how it is trained."""
-
     inputs: tuple[str, ...]
     body: tuple[str, ...]
     end: str
@@ -123,16 +121,13 @@ class Sentence:
 
     @property
     def random(self) -> bool:
-        """Whether training draws random numbers."""
         return any(word in RANDOM for word in self.body + self.tail)
 
     @property
     def outputs(self) -> int:
-        """Number of outputs of the model."""
         return 1 + (self.early is not None)
 
     def build(self) -> keras.Model:
-        """Makes the model."""
         inputs = [_input(kind, i) for i, kind in enumerate(self.inputs)]
         starts = [_start(kind, x) for kind, x in zip(self.inputs, inputs, strict=True)]
         x = layers.Add()(starts) if len(starts) > 1 else starts[0]
@@ -150,7 +145,6 @@ class Sentence:
         return keras.Model(inputs, outputs if len(outputs) > 1 else outputs[0])
 
     def case(self) -> Case:
-        """The model, its data and how it is trained."""
         draw = np.random.default_rng(3)
         x = [
             draw.integers(0, IDS, size=(ROWS, TIMES)).astype("int32")

@@ -106,7 +106,6 @@ def kinds() -> dict[str, Callable[[], layers.Layer]]:
 
 
 def make(kind: type) -> layers.Layer:
-    """Makes a layer; a cell is put into a recurrent layer."""
     layer = kind(**arguments_of(kind, ARGUMENTS))
     return layers.RNN(layer) if kind.__name__.endswith(("Cell", "Cells")) else layer
 
@@ -122,7 +121,6 @@ class Source(NamedTuple):
     seed: int
 
     def data(self) -> Any:
-        """Values for it."""
         if self.dtype == "float64":
             return floats(*self.shape, seed=self.seed)
         values = integers(5, *self.shape, seed=self.seed)
@@ -143,7 +141,6 @@ class Middle:
     form: Callable[[layers.Layer, list[Any]], Any]
 
     def results(self, given: list[Any]) -> list[Any]:
-        """What a new layer makes of its inputs."""
         keras.config.set_dtype_policy(self.policy)
         try:
             layer = self.make()
@@ -161,12 +158,10 @@ class Middle:
 
 
 def sources_of(middles: Sequence[Middle]) -> list[Source]:
-    """The inputs of a model with some layers."""
     return list(dict.fromkeys([s for middle in middles for s in middle.sources] + [BESIDE]))
 
 
 def model_of(middles: Sequence[Middle]) -> keras.Model:
-    """Some layers side by side, between dense layers."""
     inputs = {
         source: keras.Input(source.shape, dtype=source.dtype) for source in sources_of(middles)
     }
@@ -197,7 +192,6 @@ def ways_of(name: str) -> Iterator[list[Source]]:
 
 
 def policy_of(name: str) -> str:
-    """In which type a layer computes."""
     return "float32" if any(fnmatch(name, pattern) for pattern in IN_FLOAT32) else "float64"
 
 

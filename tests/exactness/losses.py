@@ -60,7 +60,6 @@ VARIANTS = {
 
 
 def one_or_all(items: list[Any]) -> Any:
-    """As Keras takes what belongs to outputs."""
     return items[0] if len(items) == 1 else items
 
 
@@ -90,7 +89,6 @@ def kinds() -> dict[str, Callable[..., losses.Loss]]:
 
 
 def targets_of(name: str) -> Any:
-    """Targets that a loss understands."""
     if name == "Circle":
         return LABELS[:, 0]
     if name == "CTC":
@@ -109,8 +107,6 @@ ALONE = ("CTC", "Circle", "*(axis*, none, *")
 
 
 class Way(NamedTuple):
-    """A loss, and how it is tried."""
-
     name: str
     make: Callable[..., losses.Loss]
     reduction: str

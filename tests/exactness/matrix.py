@@ -31,7 +31,6 @@ def judge(kind: str, pattern: str = "") -> list[Verdict]:
 
 
 def judge_on_rank(kinds: Sequence[str]) -> dict[str, Any]:
-    """Judges all of some kinds on this rank."""
     use_float64()
     return {kind: list(map(dataclasses.asdict, judge(kind))) for kind in kinds}
 

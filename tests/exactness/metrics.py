@@ -44,8 +44,6 @@ VARIANTS = {
 
 
 class Watched(layers.Layer):
-    """Shows what passes it to a metric."""
-
     def __init__(self, metric: keras.metrics.Metric):
         super().__init__()
         self.metric = metric
@@ -62,7 +60,6 @@ class Watched(layers.Layer):
 def model_of(
     units: int, activation: str, dtype: str | None = None, watched: Sequence[Make] = ()
 ) -> keras.Model:
-    """A small model, with or without metrics in layers of it."""
     inputs = keras.Input((5,))
     x = layers.Dense(CLASSES, activation="sigmoid")(inputs)
     for make in watched:

@@ -81,12 +81,10 @@ def scheduled(kind: type, schedule: type) -> optimizers.Optimizer:
 
 
 def parts() -> list[Part]:
-    """Each optimizer."""
     return [Part(name, make) for name, make in kinds().items()]
 
 
 def trial(parts: Sequence[Part]) -> Trial:
-    """An optimizer with the same model as the others."""
     (part,) = parts
 
     def compiled() -> dict[str, Any]:

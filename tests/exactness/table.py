@@ -37,7 +37,6 @@ def row(kind: str, verdicts: Sequence[Verdict]) -> str:
 
 
 def page(text: str, rows: Mapping[str, str]) -> str:
-    """The page with new lines in its table."""
     before, rest = text.split(BEGIN)
     table, after = rest.split(END)
     lines = {line.split(" | ")[0]: line for line in table.splitlines(keepends=True)[2:]}
@@ -52,7 +51,6 @@ def _reasons(kind: str, verdicts: Sequence[Verdict]) -> str:
 
 
 def main(kinds: Sequence[str]) -> None:
-    """Tries all of some kinds, and writes what was found."""
     from tests.exactness import matrix
 
     os.environ["TNT_TEST_EXAMPLES"] = "1"

@@ -47,7 +47,6 @@ def test_models_of_kerashub_train_exactly(tried, name):
 
 
 def preset(hub, folder):
-    """Writes a GPT-2 that reads letters."""
     letters = sorted(set("".join(TEXTS).replace(" ", "Ġ")))
     vocabulary = {text: i for i, text in enumerate(["<|endoftext|>", "at", *letters])}
     tokenizer = hub.GPT2Tokenizer(vocabulary, merges=["a t"])

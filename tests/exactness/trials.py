@@ -31,14 +31,12 @@ MOST_TOGETHER = 16
 
 
 def training(model: keras.Model, case: Case, rows: int = EVENLY) -> dict[str, Any]:
-    """Trains three steps."""
     batches = [_batch(case, first, rows) for first in (0, rows, 0)]
     logs = [model.train_on_batch(*batch, return_dict=True) for batch in batches]
     return _listed({"logs": logs, "weights": model.get_weights()})
 
 
 def steps(model: keras.Model, case: Case, rows: int = EVENLY) -> dict[str, Any]:
-    """Evaluates and trains."""
     logs = model.test_on_batch(*_batch(case, rows, rows), return_dict=True)
     return {"evaluated": _listed(logs)} | training(model, case, rows)
 
@@ -54,8 +52,6 @@ def _listed(values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the things to try."""
-
     name: str  # among those of its kind
     value: Any  # what makes it
     family: Hashable = None  # parts of one are tried together, in one model; others alone
@@ -63,8 +59,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is trained both ways."""
-
     case: Case
     run: Callable[[keras.Model, Case], dict[str, Any]] = steps  # one micro-batch, and plain Keras
     limit: float = ROUNDING  # the largest relative difference that is taken for rounding
@@ -75,8 +69,6 @@ class Trial:
 
 @dataclass
 class Attempt:
-    """How one way of training went on this rank."""
-
     outcome: str
     found: dict[str, Any] = field(default_factory=dict)
     message: str = ""
@@ -171,7 +163,6 @@ class Judge:
         return dataclasses.replace(attempt, message=messages[0])
 
     def _piped(self, trial: Trial, stages: int, micro_batches: int) -> Attempt:
-        """Trains a pipeline on this rank."""
 
         def make() -> keras.Model:
             keras.utils.set_random_seed(1)
@@ -215,7 +206,6 @@ def _cut(group: Sequence[Part], most: int) -> Iterable[Sequence[Part]]:
 
 
 def _plain(trial: Trial) -> Attempt:
-    """Trains in plain Keras."""
 
     def make() -> keras.Model:
         keras.utils.set_random_seed(1)
@@ -262,7 +252,6 @@ def classes_in(module: ModuleType, left_out: Container[str] = ()) -> dict[str, t
 
 
 def arguments_of(kind: type, known: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Values for the arguments that a class cannot be made without."""
     return {
         name: known[name]()
         for name, parameter in inspect.signature(kind).parameters.items()

@@ -14,8 +14,6 @@ GRAPH = str(ROOT / "tests" / "partition" / "graph" / "diamonds.json")
 
 
 class Command:
-    """Calls `tarantella` in this process."""
-
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
         self.stdout = self.stderr = ""

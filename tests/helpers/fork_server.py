@@ -61,7 +61,6 @@ def run_in_fork(sockets: list[str], arguments: list[str]) -> None:
 
 
 def _is_open(file: int) -> bool:
-    """Whether a descriptor is more than that of the listing it was read from."""
     try:
         os.fstat(file)
     except OSError:
@@ -130,7 +129,6 @@ def _run(
     numbers: list[int],
     files: list[int],
 ) -> None:
-    """Runs a script as the client would."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the keeper it ends, too
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE) for file in files]
     os.closerange(3, FIRST_FREE)

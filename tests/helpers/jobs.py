@@ -24,8 +24,6 @@ MARK = "TNT_TEST_JOB"
 
 @dataclasses.dataclass
 class Result:
-    """How a job ended."""
-
     code: int
     stdout: str
     stderr: str
@@ -76,7 +74,6 @@ class Job:
         self._start = time.monotonic()
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the command itself."""
         self._process.send_signal(number)
 
     def result(self, limit: float = LIMIT_SECONDS) -> Result:
@@ -96,7 +93,6 @@ class Job:
         return result
 
     def processes(self) -> list[psutil.Process]:
-        """Returns the processes of the job that still run."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
     def wait_until_gone(self, seconds: float) -> list[psutil.Process]:
@@ -115,7 +111,6 @@ class Job:
 
 
 def tarantella(python: str, *arguments: str, **environment: str) -> Job:
-    """Starts the command, with `mpiexec` of the environment of `python`."""
     return Job(python, "-m", "tarantella_pp", *arguments, **environment)
 
 
@@ -125,7 +120,6 @@ def mpiexec(python: str, num_ranks: int, *arguments: str) -> Job:
 
 
 def slurm_allocation(python: str, calls: pathlib.Path, **more: str) -> dict[str, str]:
-    """Returns the environment in an allocation of two tasks on this host, whose srun is acted."""
     acted = ROOT / "tests" / "launch" / "slurm_bin"
     folders = [str(acted), str(pathlib.Path(python).parent), os.environ["PATH"]]
     return {

@@ -1,13 +1,9 @@
 """Starts MPI ranks for tests: a script, or a function of a test module, on several ranks.
 
-    from tests.helpers.mpi import mpi_run
-
     def program(number):               # at the top level of the test module
         return world().rank + number   # anything that JSON can hold
 
-    def test_it():
-        run = mpi_run(3, program, 5)
-        assert run.results == [5, 6, 7]
+    assert mpi_run(3, program, 5).results == [5, 6, 7]
 
 Nothing outlives the call: when the time is up, or the launcher has gone, every process of the
 job is killed.
@@ -41,8 +37,6 @@ PYTHONS = (sys.executable, *filter(None, os.environ.get("TNT_TEST_PYTHONS", "").
 
 @dataclass
 class MpiRun:
-    """How a job ended."""
-
     returncode: int  # -9 if the time was up
     stdout: str
     stderr: str
@@ -98,8 +92,6 @@ def mpi_run(
 
 
 class ForkServers:
-    """Two processes that fork ranks."""
-
     def __init__(self) -> None:
         file = Path(__file__).with_name("fork_server.py")
         names = [f"tnt-test-{os.getpid()}-{i}" for i in range(2)]
@@ -118,7 +110,6 @@ class ForkServers:
             )
 
     def end(self) -> None:
-        """Ends them."""
         for server in self._servers:
             assert server.stdin is not None
             server.stdin.close()

@@ -45,11 +45,9 @@ class NetworkHost:
     work: pathlib.Path
 
     def inside(self, *command: str) -> list[str]:
-        """Returns a command that runs another one on this host."""
         return ["nsenter", "-t", str(self.holder.pid), "-n", "-u", "-m", *command]
 
     def run(self, *command: str) -> None:
-        """Runs a command on this host."""
         subprocess.run(self.inside(*command), check=True, timeout=LIMIT_SECONDS)
 
     def seen(self, path: str | pathlib.Path) -> pathlib.Path:
@@ -57,7 +55,6 @@ class NetworkHost:
         return pathlib.Path(f"/proc/{self.holder.pid}/root{path}")
 
     def processes(self) -> list[psutil.Process]:
-        """Returns what runs on this host."""
         own = _network_of(self.holder.pid)
         found = [p for p in psutil.process_iter() if p.pid != self.holder.pid]
         return [p for p in found if own is not None and _network_of(p.pid) == own]
@@ -74,8 +71,6 @@ class NetworkHost:
 
 @dataclass
 class Network:
-    """Some hosts with links between all of them."""
-
     switch: NetworkHost
     hosts: list[NetworkHost]
     remote_shell: str = ""
@@ -118,7 +113,6 @@ def obstacle() -> str:
 def network(
     size: int, folder: pathlib.Path, names: Sequence[str] = ("alpha", "beta")
 ) -> Iterator[Network]:
-    """Makes hosts and takes them away in the end."""
     names = names[:size]
     addresses = [f"10.97.0.{number + 1}" for number in range(size)]
     pairs = zip(addresses, names, strict=True)
@@ -168,7 +162,6 @@ def _holder(name: str, folder: pathlib.Path) -> subprocess.Popen[bytes]:
 
 
 def _join(made: Network, addresses: list[str]) -> None:
-    """Joins hosts by a bridge."""
     made.switch.run(*["ip", "link", "add", "bridge0", "type", "bridge"])
     made.switch.run(*["ip", "link", "set", "bridge0", "up"])
     for number, (host, address) in enumerate(zip(made.hosts, addresses, strict=True)):

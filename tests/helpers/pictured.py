@@ -65,7 +65,6 @@ def graphs(draw, names=None, most=40):
 
 
 def plan_of(graph, num_stages, *, schedule="1f1b", micro_batches=8, **changes):
-    """A plan with equally many operations on each stage."""
     total = len(graph.nodes)
     return plans.plan_of(
         graph,
@@ -79,6 +78,5 @@ def plan_of(graph, num_stages, *, schedule="1f1b", micro_batches=8, **changes):
 
 
 def small(**changes):
-    """The plan of 20 operations on 4 stages."""
     plan = plan_of(residual_graph(20, long_skips=1), 4, memory_limit=2**20)
     return msgspec.structs.replace(plan, **changes)

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -83,23 +83,6 @@ def test_ranks_of_a_job_run_on_cores_of_their_own(python):
 GROWTH = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 
 
-def tensorflow(gpus: list[str], in_use: bool = False) -> SimpleNamespace:
-    """What is asked of `tf.config`, and what it gets."""
-    taken = SimpleNamespace(visible=gpus, growing=[])
-
-    def set_visible_devices(devices: list[str], kind: str) -> None:
-        if in_use and devices != gpus:
-            raise RuntimeError("Visible devices cannot be modified after being initialized")
-        taken.visible = devices
-
-    taken.config = SimpleNamespace(
-        list_physical_devices=lambda kind: gpus,
-        set_visible_devices=set_visible_devices,
-        experimental=SimpleNamespace(set_memory_growth=lambda gpu, on: taken.growing.append(gpu)),
-    )
-    return taken
-
-
 @pytest.fixture
 def two_gpus(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
@@ -135,16 +118,16 @@ def test_each_rank_of_a_host_takes_one_if_there_are_any(given, local_rank, taken
 
 
 def test_a_loaded_tensorflow_is_told_and_gpus_in_use_are_not_shared_silently(monkeypatch):
-    loaded = tensorflow(["GPU:0", "GPU:1"])
-    monkeypatch.setitem(sys.modules, "tensorflow", loaded)
+    config = mock.Mock()
+    monkeypatch.setitem(sys.modules, "tensorflow", mock.Mock(config=config))
+    config.list_physical_devices.return_value = ["GPU:0", "GPU:1"]
     resources.take_gpu({}, 1)
-    assert loaded.visible == loaded.growing == ["GPU:1"]
+    config.set_visible_devices.assert_called_once_with(["GPU:1"], "GPU")
+    config.experimental.set_memory_growth.assert_called_once_with("GPU:1", True)
     with pytest.raises(LaunchError, match="at least 3 ranks"):
         resources.take_gpu({}, 2)
-    monkeypatch.setitem(sys.modules, "tensorflow", tensorflow(["GPU:0", "GPU:1"], in_use=True))
+    config.set_visible_devices.side_effect = RuntimeError("cannot be modified any more")
     with pytest.raises(LaunchError, match=r"Call tarantella_pp\.init\(\) before"):
         resources.take_gpu({}, 0)
-    none = tensorflow([], in_use=True)
-    monkeypatch.setitem(sys.modules, "tensorflow", none)
+    config.list_physical_devices.return_value = []
     resources.take_gpu({}, 0)
-    assert none.growing == []

@@ -76,7 +76,6 @@ def problems(draw, balances=("memory", "flops")):
 
 
 def all_plans(costs, options):
-    """The largest stage of every plan."""
     graph, found = costs.graph, {}
     for one in itertools.product(range(options.num_stages), repeat=len(graph.nodes)):
         trained_first = all(one[nodes[0]] == min(one[n] for n in nodes) for nodes in graph.ties)
@@ -93,7 +92,6 @@ def largest(costs, options, assignment):
 
 
 def cut(costs, assignment):
-    """Bytes that are cut at all boundaries that they cross."""
     return sum(
         size * (max(assignment[user] for user in users) - assignment[maker])
         for (maker, *users), size in wires(costs)

@@ -37,7 +37,6 @@ BATCH_SIZE = 5040
 
 @functools.cache
 def planner():
-    """A tower of layers of different widths, with a skip."""
     x = inputs = keras.Input((24,))
     for width in (64, 8, 48, 96, 16, 24, 80, 32, 8, 64, 40, 24):
         x = layers.Dense(width, activation="relu")(x)

@@ -132,8 +132,7 @@ def test_masks_of_outputs_are_tried():
     specs = [tf.TensorSpec([None, 3], "float32"), tf.TensorSpec([None], "bool")]
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
     model.compile(None, "mse", metrics=[Masked()])
-    training.compiled_metrics(model).build(
-        keras.KerasTensor((None, 3)), keras.KerasTensor((None, 3))
-    )
-    reason = why_not_by_parts(training.compiled_metrics(model), pack, tf.constant(Y), specs, None)
+    built = training.compiled_metrics(model)
+    built.build(keras.KerasTensor((None, 3)), keras.KerasTensor((None, 3)))
+    reason = why_not_by_parts(built, pack, tf.constant(Y), specs, None)
     assert "looks at several samples" in reason

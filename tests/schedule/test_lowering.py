@@ -104,7 +104,6 @@ def may_reduce(schedule: Schedule, action: Reduce, before: list) -> bool:
 
 
 def needs(schedule: Schedule, action: Compute) -> set:
-    """What a rank must have for a computation."""
     stage, kind, i = action
     rank = schedule.placement[stage]
     if kind in ("R", "W"):
@@ -174,7 +173,6 @@ def test_mutants_are_rejected_unless_they_are_legal(pair):
 
 
 def edited(schedule: Schedule, rank: int, old: str, new: str) -> Schedule:
-    """Replaces a run of actions of one rank."""
     text = " ".join(map(str, schedule.actions[rank]))
     assert old in text
     actions = list(schedule.actions)

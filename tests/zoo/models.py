@@ -30,7 +30,6 @@ def mlp():
 
 
 def perceptron():
-    """One layer for each of two stages."""
     inputs = keras.Input((6,))
     return keras.Model(inputs, layers.Dense(3)(layers.Dense(5, activation="tanh")(inputs)))
 
@@ -123,8 +122,6 @@ def recurrent():
 
 
 class AddsLoss(layers.Layer):
-    """Adds a loss of what passes it."""
-
     def __init__(self, formula):
         super().__init__()
         self.formula = formula
@@ -404,8 +401,6 @@ def opaque_mask():
 
 
 class Doubled(keras.Model):
-    """A Functional that changes what calling it does."""
-
     def call(self, inputs, training=None):
         return 2 * super().call(inputs, training=training)
 

@@ -146,8 +146,6 @@ def test_unknown_sizes_are_assumed_and_said():
 
 
 class Subclassed(keras.Model):
-    """A model without a graph."""
-
     def call(self, inputs):
         return inputs
 

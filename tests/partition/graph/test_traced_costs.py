@@ -76,8 +76,6 @@ def test_operations():
 
 
 class Mixer(layers.Layer):
-    """A custom layer with two matrices."""
-
     def build(self, shape):
         self.a = self.add_weight(shape=(shape[-1], 16))
         self.b = self.add_weight(shape=(16, shape[-1]))
@@ -87,8 +85,6 @@ class Mixer(layers.Layer):
 
 
 class Doubled(layers.Dense):
-    """A layer of Keras with another computation."""
-
     def call(self, x):
         return 2 * super().call(x)
 

@@ -22,12 +22,10 @@ def parsed(text):
 
 
 def picture(text, label):
-    """The picture in a region of the page."""
     return next(e for e in parsed(text).iter("div") if e.get("aria-label") == label).find("svg")
 
 
 def cells(text, label, part):
-    """The texts of a table's rows."""
     region = next(e for e in parsed(text).iter("div") if e.get("aria-label") == label)
     return [["".join(c.itertext()) for c in row] for row in region.find(f"table/{part}")]
 

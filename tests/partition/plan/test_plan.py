@@ -231,7 +231,6 @@ CHAIN = chain_graph(6, 8)
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[LayerGraph, list[int], int]:
-    """Nodes in a line that share variables of two dtypes, and their stages."""
     num_stages = draw(st.integers(1, 4))
     stages = sorted(draw(st.lists(st.integers(0, num_stages - 1), min_size=1, max_size=8)))
     sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=8))

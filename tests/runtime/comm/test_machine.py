@@ -1,45 +1,27 @@
 """Memory and links of a machine."""
 
 import time
+from unittest import mock
 
 import psutil
 import pytest
 
 from tarantella_pp.internals.training import Gpu
 from tarantella_pp.runtime.comm import machine
-from tarantella_pp.runtime.comm.communicator import Communicator
-
-
-class Link(Communicator):
-    """A link to itself that takes its time."""
-
-    rank, size = 0, 2
-
-    def __init__(self, bandwidth, latency):
-        self.now, self._bandwidth, self._latency = 0.0, bandwidth, latency
-
-    def post_receive(self, specs, source, tag, *, label=""):
-        return self
-
-    def barrier(self):
-        """Its ranks are there."""
-
-    def allreduce(self, array, op="sum"):
-        """All of them have measured the same."""
-
-    def send(self, arrays, dest, tag, *, label=""):
-        self._nbytes = arrays[0].nbytes
-
-    def wait(self):
-        self.now += self._latency + self._nbytes / self._bandwidth
 
 
 @pytest.mark.parametrize(
     ("bandwidth", "latency", "found"), [(1.2e8, 4e-3, 4e-3), (1e12, 0.01, 0.009)]
 )
 def test_latency_and_bandwidth_are_told_apart(bandwidth, latency, found, monkeypatch):
-    link = Link(bandwidth, latency)
-    monkeypatch.setattr(time, "perf_counter", lambda: link.now)
+    link, now = mock.Mock(rank=0, size=2), [0.0]
+
+    def wait():
+        (array,), *_ = link.send.call_args.args
+        now[0] += latency + array.nbytes / bandwidth
+
+    link.post_receive.return_value.wait = link.send.return_value.wait = wait
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     measured, waited = machine.measure_link(link)
     assert waited == pytest.approx(found, abs=1e-6)
     large = machine.LARGE
@@ -92,16 +74,10 @@ def test_ranks_of_a_device_share_it_and_the_smallest_share_holds(monkeypatch, ra
         ]
     )
 
-    class Three(Communicator):
-        def __init__(self, rank):
-            self.rounds, self.number = iter(told), rank
-
-        def allgather_json(self, value):
-            expected = next(self.rounds)
-            assert value == expected[self.number]
-            return expected
-
     for rank, (host, gpu, memory) in enumerate(ranks):
+        three = mock.Mock()
+        three.allgather_json.side_effect = told
         monkeypatch.setattr(machine.socket, "gethostname", lambda host=host: host)
         monkeypatch.setattr(machine, "memory_of_host", lambda memory=memory: memory)
-        assert machine.memory_of_each_rank(Three(rank), gpu) == expected
+        assert machine.memory_of_each_rank(three, gpu) == expected
+        assert [call.args[0] for call in three.allgather_json.mock_calls] == [t[rank] for t in told]

@@ -16,7 +16,6 @@ SECONDS = 20
 
 
 def eventually(condition: Callable[[], object]) -> bool:
-    """Waits until something is so; returns whether it is."""
     deadline = time.monotonic() + SECONDS
     while not condition():
         if time.monotonic() > deadline:

@@ -144,8 +144,6 @@ def test_losses_are_tried_with_all_their_options_and_with_a_known_number_of_samp
 
 
 class Halved(keras.optimizers.Adam):
-    """Treats each weight by itself."""
-
     def update_step(self, gradient, variable, learning_rate):
         super().update_step(gradient, variable, learning_rate / 2)
 

@@ -54,7 +54,6 @@ def between(*inner):
 
 
 def own(function, **options):
-    """Builds a model with a layer that does this."""
     return lambda: between(Own(function, **options))
 
 
@@ -246,8 +245,6 @@ def side_by_side():
 
 
 class Declared(layers.Layer):
-    """Computes something, and declares a dtype."""
-
     def __init__(self, function, dtype, name=None):
         super().__init__(name=name, autocast=False)
         self.function, self.declared = function, dtype
@@ -319,8 +316,6 @@ class Centred(layers.Layer):
 
 
 class InTraining(layers.Layer):
-    """Has a head that is called in training only."""
-
     def __init__(self):
         super().__init__()
         self.head = layers.Dense(2, kernel_initializer="identity")
@@ -641,8 +636,6 @@ def test_seeds_of_the_layers_own_do_not_depend_on_the_stages_and_trying_out_move
 
 
 class Near(keras.regularizers.Regularizer):
-    """Draws a weight to that of another layer."""
-
     def __init__(self, other):
         self.other = other
 

@@ -71,7 +71,6 @@ IN_HALF = transformer, bottleneck
 
 @functools.cache
 def plain(policy, parts):
-    """What plain Keras makes of the whole model."""
     return trained(whole(parts))
 
 
@@ -156,7 +155,6 @@ def test_what_runs_again_changes_no_bit():
 
 
 def products(functions):
-    """Counts the products of compiled functions."""
     nodes = [node for one in functions for node in one._concrete.graph.as_graph_def().node]
     return sum(any(kind in node.op for kind in ("MatMul", "Conv", "Einsum")) for node in nodes)
 

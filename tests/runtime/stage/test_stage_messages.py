@@ -1,4 +1,6 @@
-from collections import Counter, defaultdict
+import itertools
+from collections import defaultdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,30 +67,22 @@ class MemoryRank:
 
     largest_tag = 1 << 20
 
-    def __init__(self, sent):
-        self._sent, self._posted = sent, Counter()
+    def __init__(self):
+        self._sent, self._posted = defaultdict(list), defaultdict(itertools.count)
 
     def send(self, arrays, dest, tag, label=""):
         self._sent[tag].append(arrays)
 
     def post_receive(self, specs, source, tag, label=""):
-        self._posted[tag] += 1
-        return Arriving(self._sent[tag], self._posted[tag] - 1)
-
-
-class Arriving:
-    def __init__(self, sent, number):
-        self._sent, self._number = sent, number
-
-    def wait(self):
-        return self._sent[self._number]
+        number = next(self._posted[tag])
+        return SimpleNamespace(wait=lambda: self._sent[tag][number])
 
 
 @given(st.permutations(range(130)), st.permutations(range(130)), st.sampled_from("FB"))
 def test_stages_may_run_micro_batches_in_different_orders(sent, received, direction):
     graph = chain(2, 1)
     edges = stage_edges(stage_boundaries(graph, [0, 1], 2))
-    rank = MemoryRank(defaultdict(list))
+    rank = MemoryRank()
     messages = StageMessages(rank, graph, edges, [0, 1], conversion=PLAIN)
     pair = (0, 1) if direction == "F" else (1, 0)
     receives = [Transfer(*pair, "R", direction, i) for i in received]
@@ -102,7 +96,7 @@ def test_stages_may_run_micro_batches_in_different_orders(sent, received, direct
 
 def test_more_messages_than_mpi_has_tags_are_refused():
     edges = stage_edges(stage_boundaries(graph := chain(2, 1), [0, 1], 2))
-    rank = MemoryRank(defaultdict(list))
+    rank = MemoryRank()
     rank.largest_tag = 1100
     messages = StageMessages(rank, graph, edges, [0, 1], conversion=PLAIN)
     messages.send(Transfer(0, 1, "S", "F", 30), [np.array(0)])

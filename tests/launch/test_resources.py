@@ -83,15 +83,6 @@ def test_ranks_of_a_job_run_on_cores_of_their_own(python):
 GROWTH = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 
 
-@pytest.fixture
-def two_gpus(monkeypatch, tmp_path):
-    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
-    monkeypatch.setattr(resources, "_DEVICES", tmp_path)
-    for name in ("null", "nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-
-
-@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("given", "local_rank", "taken"),
     [
@@ -107,7 +98,11 @@ def two_gpus(monkeypatch, tmp_path):
         ({"CUDA_VISIBLE_DEVICES": "-1,0"}, 3, None),
     ],
 )
-def test_each_rank_of_a_host_takes_one_if_there_are_any(given, local_rank, taken):
+def test_each_rank_of_a_host_takes_one_of_its_two(given, local_rank, taken, monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
+    monkeypatch.setattr(resources, "_DEVICES", tmp_path)
+    for name in ("null", "nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
     environ = dict(given)
     resources.take_gpu(environ, local_rank)
     changed = {"CUDA_VISIBLE_DEVICES": taken} if taken else {}

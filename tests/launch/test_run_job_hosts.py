@@ -50,22 +50,17 @@ def test_ranks_fill_hosts_and_get_the_environment_and_threads_of_theirs(
     assert result.stdout.splitlines() == [alpha, alpha, "beta 1 a b libm.so.6 7 x=y"]
 
 
-@pytest.fixture
-def private(hosts):
-    """A folder with a script, of which each host has its own."""
-    for host in hosts.hosts:
-        (host.seen(host.work) / "fault.py").write_text((SCRIPTS / "fault.py").read_text())
-    return hosts.hosts[0].work
-
-
 def check_clean(hosts: Network) -> None:
     for host in hosts.hosts:
         assert host.leftovers() == [], host.name
 
 
-def test_a_rank_that_fails_on_another_host_is_named(python, hosts, private):
-    """`test_cluster_page.py` has one that is killed."""
-    with hosts.tarantella(python, "--", "fault.py", "orphan", "recv", folder=private) as job:
+def test_a_rank_that_fails_on_another_host_is_named(python, hosts):
+    """Each host has a script of its own. `test_cluster_page.py` has a rank that is killed."""
+    for host in hosts.hosts:
+        shutil.copy(SCRIPTS / "fault.py", host.seen(host.work))
+    own = hosts.hosts[0].work
+    with hosts.tarantella(python, "--", "fault.py", "orphan", "recv", folder=own) as job:
         job.wait_until_ready()
         result = job.result()
     (headline,) = [line for line in result.stderr.splitlines() if "failed first" in line]

@@ -270,11 +270,6 @@ def random_stages(graph, num_stages, seed):
     return stages
 
 
-def moved(value):
-    """A copy of a tensor, as a message between ranks makes it; it has no mask."""
-    return tf.constant(np.array(value)) if value.dtype != tf.bfloat16 else value + 0
-
-
 def run(extracted, data, stages, training):
     """Runs all stages; returns the outputs in the model's structure, all values and masks."""
     graph = extracted.graph
@@ -285,7 +280,9 @@ def run(extracted, data, stages, training):
     for stage in sorted(set(stages)):
         nodes = [node for node in graph.nodes if stages[node.id] == stage]
         made = {t for node in nodes for t in node.outputs}
-        values = {t: moved(everything[t]) for node in nodes for t in node.inputs if t not in made}
+        given = {t: everything[t] for node in nodes for t in node.inputs if t not in made}
+        # Copies, as messages between ranks make them, which have no masks
+        values = {t: tf.constant(np.array(value)) for t, value in given.items()}
         for node in nodes:
             call = extracted.calls[node.id]
             for t in call.inputs:

@@ -34,6 +34,7 @@ def test_samples_and_steps_of_any_number():
     merged = ops.reshape(inputs, (-1, 6))
     graph = extract(keras.Model(inputs, [ops.transpose(inputs, (1, 0, 2)), merged])).graph
     assert [graph.tensors[i].sample_axis for i in graph.outputs] == [1, 0]
+    assert [graph.tensors[i].rows_per_sample for i in graph.outputs] == [0, None]
 
 
 def test_learned_queries_get_a_row_for_each_sample_from_what_they_ask():
@@ -76,9 +77,3 @@ class Picky(layers.Layer):
 def test_what_cannot_be_told(layer):
     inputs = keras.Input((6,))
     assert rows(keras.Model(inputs, layer(inputs)))[-1][1] is None
-
-
-def test_sequences_of_any_length_merged_with_samples():
-    inputs = keras.Input((None, 6))
-    x = layers.Dense(6)(ops.reshape(inputs, (-1, 6)))
-    assert rows(keras.Model(inputs, x))[-1] == ((None, 6), None)

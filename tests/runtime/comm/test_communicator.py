@@ -86,15 +86,10 @@ def test_limits() -> None:
             Limits.from_environment({"TNT_TIMEOUT": text})
 
 
-def connected_bells() -> list[Wakeup]:
-    bells = [Wakeup(), Wakeup()]
+def test_a_bell_ends_a_sleep() -> None:
+    here, there = bells = [Wakeup(), Wakeup()]
     for bell in bells:
         bell.connect([one.address for one in bells] + [[b"x", "elsewhere", [0]]])
-    return bells
-
-
-def test_a_bell_ends_a_sleep() -> None:
-    here, there = connected_bells()
     assert here.reaches(1)
     assert not here.reaches(2)
     assert not here.reaches(3)

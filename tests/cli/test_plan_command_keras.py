@@ -4,6 +4,9 @@ import json
 import sys
 
 import pytest
+from msgspec import to_builtins
+
+from tarantella_pp import machines
 
 pytestmark = pytest.mark.keras
 
@@ -113,6 +116,7 @@ OPTIONS = [
     ("small", "--memory-limit 1MB,2MB", {"memory_limit": [1_000_000, 2_000_000]}),
     ("small", "--wire-dtype bfloat16", {"wire_dtype": "bfloat16"}),
     ("small", "--recompute none", {"recompute": []}),
+    ("small", "--machine v100", {"machine": to_builtins(machines["v100"])}),
     ("small", "--recompute all", {"recompute": [0, 1]}),
     ("small", "--recompute 1,0", {"recompute": [0, 1]}),
     ("compiled", "", {"optimizer": "SGD"}),

@@ -1,5 +1,6 @@
-"""Prints who it is and what it was given."""
+"""The last rank prints what it was given, and all of them log as TensorFlow and the library do."""
 
+import logging
 import os
 import sys
 
@@ -9,6 +10,11 @@ comm = MPI.COMM_WORLD
 comm.Barrier()
 print("hello", comm.rank, comm.size, *sys.argv[1:])
 print("main", __name__, os.path.basename(sys.path[0]), os.path.basename(sys.argv[0]))
-print("threads", os.environ["OMP_NUM_THREADS"], os.environ.get("GREETING", ""))
-native = "I0000 00:00:1795359673.039961   13910 port.cc:153] oneDNN custom operations are on.\n"
-sys.stderr.write(f"{native}warning of rank {comm.rank}\n")
+threads, gpu = os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES")
+words = " ".join(repr(os.environ.get(name)) for name in ("GREETING", "B", "C"))
+print(f"threads {threads}, {os.environ.get('A')} {words}, gpu {gpu}, -O {sys.flags.optimize}")
+sys.stderr.write(
+    "I0000 00:00:1795359673.039961   13910 port.cc:153] oneDNN custom operations are on.\n"
+)
+logging.getLogger("tarantella_pp.stage").info("info told")
+logging.getLogger("tarantella_pp.stage").warning("warning told")

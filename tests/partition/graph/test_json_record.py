@@ -24,13 +24,6 @@ def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_what_is_saved_is_read(record, tmp_path):
-    record.save(tmp_path / "a.json")
-    assert type(record).load(str(tmp_path / "a.json")) == record
-    assert record.from_json(record.to_json()) == record
-    assert os.listdir(tmp_path) == ["a.json"]
-
-
 @pytest.mark.parametrize("mask", [0o022, 0o077])
 def test_a_new_file_has_the_usual_mode_and_an_old_one_keeps_its_own(record, tmp_path, mask):
     target, link = tmp_path / "a.json", tmp_path / "b.json"

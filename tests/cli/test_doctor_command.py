@@ -11,11 +11,6 @@ from tarantella_pp.cli.doctor_command import HostFacts, host_findings
 from tests.helpers import network_hosts
 from tests.helpers.jobs import PYTHONS, tarantella
 
-needs_hosts = pytest.mark.skipif(
-    bool(network_hosts.obstacle()), reason=network_hosts.obstacle() or "hosts can be made"
-)
-
-
 CORES = len(os.sched_getaffinity(0))
 IMPATIENT = """#!/bin/sh
 exec {} -c "import sys; from tarantella_pp.cli import doctor_command, main
@@ -44,7 +39,7 @@ def test_two_ranks_reach_each_other(python):
     assert re.fullmatch(LINK, link)
 
 
-@needs_hosts
+@pytest.mark.skipif(bool(network_hosts.obstacle()), reason=network_hosts.obstacle())
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("python", PYTHONS)

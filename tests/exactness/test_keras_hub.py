@@ -4,8 +4,7 @@
 `test`: it brings the whole of TensorFlow beside `tensorflow-cpu`.
 """
 
-import importlib.util
-from pathlib import Path
+import importlib
 from unittest import mock
 
 import keras
@@ -19,7 +18,6 @@ from tests.helpers.training import distance, use_float64
 
 pytestmark = [pytest.mark.keras, pytest.mark.slow, pytest.mark.usefixtures("float64")]
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "training" / "keras_hub.py"
 NINE = (
     "AlbertBackbone", "BartBackbone", "BertMaskedLM", "CLIPTextEncoder", "DistilBertBackbone",
     "Llama3CausalLM", "MiTBackbone", "ViTImageClassifier", "WhisperBackbone",
@@ -30,10 +28,7 @@ TEXTS = ["a plane", "an airport", "at air", "a port", "planes at a port", "pop",
 @pytest.fixture(scope="module")
 def tried():
     pytest.importorskip("keras_hub")
-    spec = importlib.util.spec_from_file_location("tried_keras_hub", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("benchmarks.training.keras_hub")
 
 
 @pytest.mark.parametrize("name", NINE)

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import inspect
-import itertools
 import json
 import sys
 import traceback
@@ -103,7 +102,11 @@ class Judge:
             joined = outcome == EXACT or (outcome == BY_MICRO_BATCH and not more_asked_for())
             alone = part.family is None or not joined
             groups.setdefault(part.name if alone else (part.family, outcome), []).append(part)
-        return [list(some) for group in groups.values() for some in _cut(group, MOST_TOGETHER)]
+        found = []
+        for group in groups.values():
+            pieces = -(-len(group) // MOST_TOGETHER)
+            found += [group[i::pieces] for i in range(pieces)]
+        return found
 
     def _judge_groups(self, groups: Sequence[list[Part]]) -> list[Verdict]:
         """Judges as many groups as there are ranks: each trains another one in plain Keras."""
@@ -196,13 +199,6 @@ class Judge:
     def _shared(self, value: Any) -> Any:
         """The value of the one rank that has one."""
         return next(v for v in self.communicator.allgather_json(value) if v is not None)
-
-
-def _cut(group: Sequence[Part], most: int) -> Iterable[Sequence[Part]]:
-    """Parts of about the same length, of `most` at the most."""
-    pieces = -(-len(group) // most)
-    ends = [len(group) * i // pieces for i in range(pieces + 1)]
-    return [group[a:b] for a, b in itertools.pairwise(ends)]
 
 
 def _plain(trial: Trial) -> Attempt:

@@ -46,7 +46,9 @@ FIRST_FREE = 1000
 def run_in_fork(sockets: list[str], arguments: list[str]) -> None:
     """Has a server run a script, and ends as that ends."""
     rank = next(int(os.environ[name]) for name in RANKS if name in os.environ)
-    files = [int(name) for name in os.listdir("/proc/self/fd") if _is_open(int(name))]
+    here = "/proc/self/fd/"
+    # But for that of the listing itself
+    files = [int(name) for name in os.listdir(here) if os.path.lexists(here + name)]
     # Neighbouring ranks use different servers: forks of one have their sets of strings in the same
     # order, which ranks need not have.
     with socket.socket(socket.AF_UNIX) as server:
@@ -58,14 +60,6 @@ def run_in_fork(sockets: list[str], arguments: list[str]) -> None:
     if code < 0:
         os.kill(os.getpid(), -code)
     os._exit(code)
-
-
-def _is_open(file: int) -> bool:
-    try:
-        os.fstat(file)
-    except OSError:
-        return False
-    return True
 
 
 def serve(listener: socket.socket) -> None:

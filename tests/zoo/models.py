@@ -69,20 +69,16 @@ def long_skip():
     return keras.Model(inputs, layers.Dense(3)(x))
 
 
-def causal_attention(dropout=0.0):
+def causal_attention():
     inputs = keras.Input((5, 8))
     x = layers.LayerNormalization()(inputs)
     # Without biases: the gradient of that of the keys is zero, so Adam follows rounding errors.
-    attention = layers.MultiHeadAttention(2, 4, use_bias=False, dropout=dropout, seed=3)
+    attention = layers.MultiHeadAttention(2, 4, use_bias=False)
     x = attention(x, x, use_causal_mask=True)
     h = layers.Add()([inputs, x])
     x = layers.Dense(8, activation="gelu")(layers.LayerNormalization()(h))
     x = layers.Dense(8)(x) + h
     return keras.Model(inputs, layers.Dense(3)(x[:, -1]))
-
-
-def attention_dropout():
-    return causal_attention(0.2)
 
 
 def embedding_with_mask():
@@ -427,28 +423,9 @@ def frozen_start():
 
 
 READ = [
-    mlp,
-    dropout,
-    sequential,
-    batch_norm_cnn,
-    two_in_two_out,
-    dicts,
-    attention_dropout,
-    attention_kwargs,
-    masked_recurrent,
-    multi_output_lstm,
-    keras_ops,
-    shared_layer,
-    nested_twice,
-    nested_sequential,
-    nested_many,
-    nested_masked,
-    nested_other_shape,
-    opaque_rank,
-    opaque_regularized,
-    opaque_mask,
-    opaque_subclass,
-    tied_variable,
-    frozen_start,
-]
+    mlp, dropout, sequential, batch_norm_cnn, two_in_two_out, dicts, causal_attention,
+    attention_kwargs, masked_recurrent, multi_output_lstm, keras_ops, shared_layer, nested_twice,
+    nested_sequential, nested_many, nested_masked, nested_other_shape, opaque_rank,
+    opaque_regularized, opaque_mask, opaque_subclass, tied_variable, frozen_start,
+]  # fmt: skip
 """Those that the partitioner is tried with, one of each kind; `training.CASES` has the others."""

@@ -104,8 +104,8 @@ class Judge:
             groups.setdefault(part.name if alone else (part.family, outcome), []).append(part)
         found = []
         for group in groups.values():
-            pieces = -(-len(group) // MOST_TOGETHER)
-            found += [group[i::pieces] for i in range(pieces)]
+            size = -(-len(group) // -(-len(group) // MOST_TOGETHER))  # all of about the same
+            found += [group[i : i + size] for i in range(0, len(group), size)]
         return found
 
     def _judge_groups(self, groups: Sequence[list[Part]]) -> list[Verdict]:

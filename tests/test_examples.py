@@ -43,19 +43,14 @@ OVERSIZED = "--width 768 --blocks 2 --steps 1 --batch-size 4 --limit 930"
 """Weights, gradients and optimizer state take 453 MB in float64, TensorFlow and its graphs more."""
 
 
-def loaded(name):
-    spec = importlib.util.spec_from_file_location("example", EXAMPLES[name])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def run_example(name, options, arguments):
     """Runs an example as a script, with a smaller model; returns what it prints."""
     printed = io.StringIO()
     called = [name, *arguments.split()]
     with mock.patch.object(sys, "argv", called), contextlib.redirect_stdout(printed):
-        module = loaded(name)
+        spec = importlib.util.spec_from_file_location("example", EXAMPLES[name])
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
         getattr(module, "hybrid_gpt", module).CONTEXT = 8  # characters, of 64
         module.build_model = functools.partial(module.build_model, **options)
         if "digits" in (module.__doc__ or ""):

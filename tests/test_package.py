@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 import tarantella_pp as tnt
-from tests.helpers.commands import all_loaded_by
+from tests.helpers.commands import HEAVY, all_loaded_by
 
 ROOT = Path(__file__).parent.parent
-HEAVY = {"tensorflow", "keras", "mpi4py", "networkx", "jinja2"}
 LIGHT = ("cli.main", "partition.cut", "partition.plan.report", "runtime.comm.communicator")
 """Modules that load all of plans, schedules and ranks."""
 

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import GRAPH, ROOT, all_loaded_by
+from tests.helpers.commands import GRAPH, HEAVY, ROOT, all_loaded_by
 from tests.helpers.plans import chain_graph, plan_of
-
-HEAVY = {"tensorflow", "keras", "mpi4py", "networkx", "jinja2"}
 
 
 @pytest.fixture

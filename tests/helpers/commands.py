@@ -11,6 +11,7 @@ from tests.helpers.jobs import ROOT
 
 GRAPH = str(ROOT / "tests" / "partition" / "graph" / "diamonds.json")
 """A graph that is not Keras' own, of 14 operations."""
+HEAVY = {"tensorflow", "keras", "mpi4py", "networkx", "jinja2"}
 
 
 class Command:

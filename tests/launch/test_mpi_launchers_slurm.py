@@ -10,8 +10,6 @@ import pytest
 
 from tests.helpers.jobs import PYTHONS, ROOT, Job, slurm_allocation, tarantella
 
-SBATCH = ROOT / "examples" / "slurm.sbatch"
-
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("python", PYTHONS)
@@ -76,7 +74,7 @@ def test_preempted_tasks_end_with_75_and_the_script_of_the_examples_puts_them_ba
         (tmp_path / name).chmod(0o700)
     given = slurm_allocation(python, tmp_path / "calls")
     given["PATH"] = os.pathsep.join([str(tmp_path), given["PATH"]])
-    with Job("bash", str(SBATCH), "stopped.py", **given) as job:
+    with Job("bash", str(ROOT / "examples" / "slurm.sbatch"), "stopped.py", **given) as job:
         job.wait_until_ready()
         signal_tasks(job)
         result = job.ends(75, "tarantella: the job was stopped by SIGTERM")

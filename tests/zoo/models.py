@@ -183,22 +183,18 @@ def tied_blocks():
     return keras.Model(inputs, layers.Dense(3)(layers.Add()([x, dead])))
 
 
-def frozen():
-    x = inputs = keras.Input((6,))
-    for width, trainable in ((6, False), (7, False), (6, True), (7, False), (3, True)):
-        x = layers.Dense(width, activation="tanh", trainable=trainable)(x)
-    return keras.Model(inputs, x)
-
-
 def adapted():
     """Frozen but for its head and LoRA's matrices; a layer that is called twice is in int8."""
-    model = frozen()
-    small, free, lora, head = model.layers[2:]
+    inputs = keras.Input((6,))
+    first, small, free, lora, head = (
+        layers.Dense(width, activation="tanh", trainable=width == 3) for width in (6, 7, 6, 7, 3)
+    )
+    x = free(small(first(inputs)))
+    y = head(lora(x))
     small.quantize("int8")
-    free.trainable = False
     lora.enable_lora(2)
     lora.trainable = True
-    return keras.Model(model.inputs, model.outputs[0] + head(small(free.output)))
+    return keras.Model(inputs, y + head(small(x)))
 
 
 def unreached():

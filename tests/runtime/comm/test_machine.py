@@ -66,14 +66,12 @@ FIRST, SECOND = Gpu("device: 0, pci bus id: 01", 900), Gpu("device: 0, pci bus i
     ids=["hosts", "GPUs", "with and without"],
 )
 def test_ranks_of_a_device_share_it_and_the_smallest_share_holds(monkeypatch, ranks, expected):
-    told = [[[host, gpu.name if gpu else ""] for host, gpu, _ in ranks]]
-    told.append(
-        [
-            (gpu.nbytes if gpu else rest) // told[0].count([host, gpu.name if gpu else ""])
-            for host, gpu, rest in ranks
-        ]
-    )
-
+    places = [[host, gpu.name if gpu else ""] for host, gpu, _ in ranks]
+    shares = [
+        (gpu.nbytes if gpu else memory) // places.count(place)
+        for place, (_, gpu, memory) in zip(places, ranks, strict=True)
+    ]
+    told = [places, shares]
     for rank, (host, gpu, memory) in enumerate(ranks):
         three = mock.Mock()
         three.allgather_json.side_effect = told

@@ -124,17 +124,15 @@ def parts() -> list[Part]:
     for number, (name, make) in enumerate(kinds().items()):
         every = [Way(name, make, *way) for way in (("mean", "masked, weighted"), *ways)]
         turn = 1 + number % len(ways)
-        in_turn = filter(_is_in_keras, every[turn:] + every[1:turn])
-        found += map(_part, every if more_asked_for() else [next(in_turn)])
+        in_turn = every[turn:] + every[1:turn]
+        no = expected.NOT_IN_KERAS
+        first = next(way for way in in_turn if expected.outcome("losses", _title(way)) != no)
+        found += map(_part, every if more_asked_for() else [first])
     return found
 
 
 def _title(way: Way) -> str:
     return f"{way.name}, {way.reduction}, {way.masks_and_weights}"
-
-
-def _is_in_keras(way: Way) -> bool:
-    return expected.outcome("losses", _title(way)) != expected.NOT_IN_KERAS
 
 
 def _part(way: Way) -> Part:

@@ -21,8 +21,6 @@ KINDS = {
 LAUNCHES = (("losses", "metrics", "optimizers", "callbacks"), ("layers",))
 """What one launch of two ranks tries."""
 
-RANKS, SECONDS = 2, 1200.0
-
 
 def judge(kind: str, pattern: str = "") -> list[Verdict]:
     """Judges all of a kind whose names match a regular expression from their start on."""
@@ -39,7 +37,7 @@ def judge_on_two_ranks(kinds: Sequence[str]) -> dict[str, list[Verdict]]:
     """Judges some kinds on two ranks, which must agree on all verdicts."""
     # A rank that fails alone leaves the others waiting.
     env = {"TNT_TIMEOUT": "60"}
-    run = mpi_run(RANKS, judge_on_rank, kinds, timeout=SECONDS, env=env).check()
+    run = mpi_run(2, judge_on_rank, kinds, timeout=1200, env=env).check()
     first, second = run.results
     assert first == second
     return {kind: [Verdict(**v) for v in verdicts] for kind, verdicts in first.items()}

@@ -63,7 +63,9 @@ def kinds() -> dict[str, Callable[[], optimizers.Optimizer]]:
             found[name] = functools.partial(made, kind)
         else:
             schedule_name, schedule = next(schedules)
-            found[f"{name}({schedule_name})"] = functools.partial(scheduled, kind, schedule)
+            found[f"{name}({schedule_name})"] = lambda kind=kind, schedule=schedule: kind(
+                learning_rate=made(schedule)
+            )
     return found
 
 
@@ -74,10 +76,6 @@ def sgd(name: str) -> optimizers.Optimizer:
 
 def made(kind: type) -> Any:
     return kind(**arguments_of(kind, ARGUMENTS))
-
-
-def scheduled(kind: type, schedule: type) -> optimizers.Optimizer:
-    return kind(learning_rate=made(schedule))
 
 
 def parts() -> list[Part]:

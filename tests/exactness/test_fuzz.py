@@ -6,15 +6,15 @@ Five hundred of them:
 """
 
 import gc
+import os
 
 import keras
 import pytest
-from hypothesis import event, given
+from hypothesis import HealthCheck, event, given, settings
 
 from tarantella_pp.errors import TarantellaError
 from tests.exactness.grammar import sentences
 from tests.exactness.trials import BITS, ROUNDING
-from tests.helpers.draws import asked_for
 from tests.helpers.training import distance, finish, make
 
 pytestmark = [pytest.mark.keras, pytest.mark.slow, pytest.mark.usefixtures("float64")]
@@ -31,7 +31,11 @@ def trained(sentence, **options):
         return None
 
 
-@asked_for(1)
+@settings(
+    max_examples=int(os.environ.get("TNT_TEST_EXAMPLES", "1")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(sentences())
 def test_random_models_give_the_numbers_of_keras(sentence):
     keras.backend.clear_session()

@@ -1,14 +1,6 @@
-"""How many examples a property is tried with."""
+"""How much of what is dear is tried."""
 
 import os
-
-from hypothesis import HealthCheck, settings
-
-
-def asked_for(count: int) -> settings:
-    """Settings for a property whose examples are dear, of which more are drawn on demand."""
-    number = int(os.environ.get("TNT_TEST_EXAMPLES", count))
-    return settings(max_examples=number, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def more_asked_for() -> bool:

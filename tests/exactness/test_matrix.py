@@ -2,8 +2,9 @@
 
 import pytest
 
+from tarantella_pp.runtime.batch_step import BatchStep
 from tests.exactness import matrix, table
-from tests.exactness.expected import unexpected
+from tests.exactness.expected import DIFFERS, unexpected
 from tests.helpers.draws import more_asked_for
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
@@ -30,3 +31,16 @@ def test_all_of_keras_on_two_ranks(kinds):
         assert unexpected(kind, verdicts) == []
         if more_asked_for() or kind not in ("losses", "layers"):
             assert table.row(kind, verdicts) in table.PAGE.read_text()
+
+
+@pytest.mark.slow
+def test_a_wrong_share_of_a_micro_batch_is_noticed(monkeypatch):
+    honest = BatchStep.loss_gradients
+
+    def wrong(step, micro_batch):
+        share = 1.001 if micro_batch == 0 else 1.0
+        return {port: share * value for port, value in honest(step, micro_batch).items()}
+
+    monkeypatch.setattr(BatchStep, "loss_gradients", wrong)
+    (verdict,) = matrix.judge("losses", "Huber")
+    assert verdict.outcome == DIFFERS

@@ -87,20 +87,11 @@ def _by_parts(optimizer: Any, shape: tuple[int, ...], scales: Sequence[float]) -
     rng = np.random.default_rng(0)
     values, gradients = rng.normal(size=shape), scales[1] * rng.normal(size=(_STEPS, *shape))
     gradients[..., 0] *= scales[0] / scales[1]
-    halves = (
-        [slice(size // 2) for size in shape[:-1]],
-        [slice(size // 2, None) for size in shape[:-1]],
-    )
-    owns = [(), (*halves[0], slice(1)), (*halves[1], slice(1, None))]
+    half = [size // 2 for size in shape[:-1]]
+    owns = [(), (*map(slice, half), slice(1)), (*(slice(n, None) for n in half), slice(1, None))]
+    free: dict[str, Any] = {"clipnorm": None, "global_clipnorm": None}
     found = [
-        _tried(
-            optimizer,
-            [values[own]],
-            [gradients[(slice(None), *own)]],
-            clipnorm=None,
-            global_clipnorm=None,
-        )
-        for own in owns
+        _tried(optimizer, [values[own]], [gradients[(slice(None), *own)]], **free) for own in owns
     ]
     if any(isinstance(one, Exception) for one in found):
         return False

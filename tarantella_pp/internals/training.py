@@ -291,6 +291,16 @@ def _graph_of(operation: Any, attribute: str) -> Any:
     return getattr(function, "graph", None)
 
 
+def without_graph(function: Any) -> Any:
+    """A compiled function as TensorFlow runs it: Python's graphs go, which it makes if asked."""
+    run = function.inference_fn
+    todo = [run]
+    while todo:
+        todo[-1]._cached_graph = None
+        todo += getattr(todo.pop(), "children", ())
+    return run
+
+
 class Gpu(NamedTuple):
     """A GPU that this process computes with."""
 

@@ -3,7 +3,9 @@
 When one of these fails after an upgrade, the file that it names is the place to mend.
 """
 
+import gc
 import inspect
+import weakref
 from types import SimpleNamespace
 
 import keras
@@ -246,6 +248,20 @@ def test_the_body_of_a_function_is_found():
     operations = loop.get_concrete_function(tf.TensorSpec([])).graph.get_operations()
     (step,) = filter(None, map(training.step_of, operations))
     assert "AddV2" in {op.type for op in step.get_operations()}
+
+
+def test_compiled_functions_run_without_pythons_graphs():
+    branches = tf.function(lambda x: tf.cond(x > 1.0, lambda: x + 1.0, lambda: x - 1.0))
+    outer = tf.function(lambda x: tf.debugging.check_numerics(branches(x), "not finite"))
+    function = outer.get_concrete_function(tf.TensorSpec([]))
+    graph = weakref.ref(function.graph)
+    run = training.without_graph(function)
+    del outer, function
+    gc.collect()
+    assert graph() is None, "_cached_graph"
+    assert [float(*run.call_flat(tf.constant(x))) for x in (0.5, 2.0)] == [-0.5, 3.0]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not finite"):
+        run.call_flat(tf.constant(float("nan")))
 
 
 def test_a_gpu_is_found_where_there_is_one(monkeypatch):

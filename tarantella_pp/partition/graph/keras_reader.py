@@ -156,7 +156,7 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
 
 
 class _Reader:
-    """Walks through a model and the models in it, in the order in which Keras runs them.
+    """Walks through models as Keras runs them, and opens what is larger than the limits.
 
     An `env` maps `id` of the symbolic tensors of one model, in one call of it, to tensor ids.
     """
@@ -164,7 +164,6 @@ class _Reader:
     def __init__(
         self, model: Any, looked: Looked, limits: LargestPart | None, readings: Readings
     ) -> None:
-        """A reader opens what is larger than the limits."""
         self._model, self._looked, self._limits = model, looked, limits
         self._readings = readings
         # Of each weight how calls use it, and what a layer computes in all of its calls

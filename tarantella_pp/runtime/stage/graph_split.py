@@ -99,10 +99,8 @@ def split_graph(trace: Trace, kept: Sequence[tf.Tensor] = ()) -> GraphSplit:
     gradients = (*trace.input_gradients, *trace.weight_gradients)
     held = {tensor.ref() for tensor in residuals}
 
-    def waits(weights_first: bool) -> Callable[[], dict[str, list[str]]]:
-        return lambda: _waits(
-            sides, lambda t: t.ref() in held or only_on_weights(t.op), weights_first
-        )
+    def waits(weights_first: bool) -> dict[str, list[str]]:
+        return _waits(sides, lambda t: t.ref() in held or only_on_weights(t.op), weights_first)
 
     carve = graph_functions.SubgraphExtractor(trace.function).extract
     # What the forward pass must run although nothing uses its result.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -132,22 +132,16 @@ def _treats_apart(optimizer: Any, scales: Sequence[float]) -> bool:
 def _tried(
     optimizer: Any, values: Sequence[Array], gradients: Sequence[Array], **options: Any
 ) -> Any:
-    """What some weights become, or what a class of the user's raises."""
+    """What made-up weights become that a copy of the optimizer trains, or what its class raises."""
     try:
-        return _trained(optimizer, values, gradients, options)
+        weights = [keras.Variable(value) for value in values]
+        config = optimizer.get_config()
+        changed = {k: v for k, v in options.items() if k in config}
+        copy = type(optimizer).from_config(config | changed)
+        copy.build(weights)
+        for step in range(_STEPS):
+            own = (keras.ops.convert_to_tensor(g[step], weights[0].dtype) for g in gradients)
+            copy.apply_gradients(zip(own, weights, strict=True))
+        return np.concatenate([np.ravel(weight.numpy()) for weight in weights])
     except Exception as error:
         return error
-
-
-def _trained(
-    optimizer: Any, values: Sequence[Array], gradients: Sequence[Array], options: Mapping[str, Any]
-) -> Array:
-    """What some made-up weights become that a copy of the optimizer trains."""
-    weights = [keras.Variable(value) for value in values]
-    config = optimizer.get_config()
-    copy = type(optimizer).from_config(config | {k: v for k, v in options.items() if k in config})
-    copy.build(weights)
-    for step in range(_STEPS):
-        own = (keras.ops.convert_to_tensor(g[step], weights[0].dtype) for g in gradients)
-        copy.apply_gradients(zip(own, weights, strict=True))
-    return np.concatenate([np.ravel(weight.numpy()) for weight in weights])

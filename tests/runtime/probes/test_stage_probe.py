@@ -526,9 +526,11 @@ def test_numbers_with_a_fixed_seed_are_those_of_a_batch_of_the_size_of_a_micro_b
             model.train_on_batch(x, y)
         return model.get_weights()
 
-    piped = trained_once(1, num_stages=3, num_micro_batches=3)
-    assert distance(trained_once(3, accumulated=3), piped) < 1e-10
-    assert distance(trained_once(1), piped) > 1e-3
+    plain, by_parts = trained_once(1), trained_once(3, accumulated=3)
+    one_stage, several = (trained_once(1, num_stages=n, num_micro_batches=3) for n in (1, 3))
+    assert distance(by_parts, one_stage) < 1e-10
+    assert distance(one_stage, several) < 1e-13
+    assert distance(plain, one_stage) > 1e-3
 
 
 APART = {

@@ -63,7 +63,7 @@ class Candidate:
         seconds = np.array(costs.seconds or costs.roofline_seconds(costs.rows, machine))
         forward, *backward = samples / costs.rows * seconds.T
         work = forward + min(1.0, machine.split_factor) * sum(backward)
-        ranks = np.asarray(spec.placement)[list(self.solution.assignment)]
+        ranks = np.array(replace(spec, name=spec.named).placement)[list(self.solution.assignment)]
         return float(options.num_micro_batches * summed(ranks, work).max())
 
     @cached_property

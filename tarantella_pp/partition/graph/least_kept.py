@@ -23,7 +23,7 @@ Where it is worth no more, nothing dear is run again.
 # Operations, but for views, from which on a part of a graph may end where it is narrow: about a
 # block of a transformer. What has to be kept is found for each part. Besides the largest value this
 # share of it may be there, at the most.
-LARGE_PART, NARROW = 75, 0.01
+LARGE_PART, NARROW = 40, 0.1
 
 
 class Operation(NamedTuple):

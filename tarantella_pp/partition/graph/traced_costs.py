@@ -201,9 +201,11 @@ def operations_of(
 ) -> list[Operation]:
     """An operation as `least_kept` takes it, without the values that are left out."""
     made = [(name(tensor), bytes_of(tensor) / samples) for tensor in op.outputs]
-    read = [() if is_left_out(tensor.op) else (name(tensor),) for tensor in op.inputs]
+    # What reads the handle of a variable is stateful: it never runs again, and needs none.
+    read = [(name(t),) * (t.dtype.name != "resource" and not is_left_out(t.op)) for t in op.inputs]
     if op.type == "IdentityN":  # each output has the memory of its own input
         return [Operation(held, (one,), 0.0) for held, one in zip(read, made, strict=True)]
+    made = [one for one, t in zip(made, op.outputs, strict=True) if t.dtype.name != "resource"]
     dear = any(part in op.type for part in _DEAR)
     moved = sum(map(bytes_of, [*op.inputs, *op.outputs]))
     flops = math.inf

@@ -237,7 +237,8 @@ def _least(
     operations, prices = [one for one, _ in parts], [price for _, price in parts]
     found = least_kept(operations, needed, prices)
     used, _ = graph_functions.frontier(read, lambda t: t.ref() in found.values or is_there(t))
-    values = found.values | {tensor.ref() for tensor in used if tensor.ref() in there}
+    handles = {ref for ref in needed if ref.deref().dtype == tf.resource}  # to be refused
+    values = found.values | handles | {tensor.ref() for tensor in used if tensor.ref() in there}
     return values, any(prices[i] > FLOPS_PER_BYTE for i in found.again)
 
 

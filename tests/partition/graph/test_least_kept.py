@@ -57,9 +57,10 @@ def test_no_choice_is_cheaper(made, worth):
 
 
 def test_long_chains_are_cut_part_by_part_and_each_operation_has_its_price():
-    """Products that take 200 FLOPs for each byte that they make."""
-    chain = [Operation((), ((0, 8.0),))]
+    """Products of 200 FLOPs for each byte that they make; the last one reads the tokens, too."""
+    chain = [Operation((), ((0, 8.0), ("tokens", 0.5)))]
     chain += [Operation((i - 1,), ((i, 8.0),), 1600.0, True) for i in range(1, 4 * LARGE_PART)]
+    chain[-1] = chain[-1]._replace(reads=(*chain[-1].reads, "tokens"))
     every, cheap = range(len(chain)), range(2 * LARGE_PART)
     ends = {place * LARGE_PART - 1 for place in (1, 2, 3)}
     rest = [math.inf] * len(cheap)
@@ -69,5 +70,5 @@ def test_long_chains_are_cut_part_by_part_and_each_operation_has_its_price():
         ([190.0] * len(cheap) + rest, {*cheap} | ends),
     ):
         found = least_kept(chain, every, worth)
-        assert found.values == kept
+        assert found.values == kept | {"tokens"}
         assert found.again == {*every} - kept

@@ -97,9 +97,9 @@ def make_plan(
             otherwise 1.
         schedule: See `PipelineModel`; `"zb-auto"` is planned like `"zb-h1"`. Default: the faster
             of `"1f1b"` and `"zb-h1"`, or with several stages on a rank of `"1f1b"` and
-            `"interleaved"`; over a link below 2 GB/s `"eager-1f1b"` where that is faster by 5 %,
-            for it takes more memory; under a `memory_limit`, `"v-half"` or `"v-min"` where that
-            is faster by 5 % or nothing else fits, and three ranks or more may have two stages.
+            `"interleaved"`; `"1f1b"` with `recompute`; over a link below 2 GB/s `"eager-1f1b"`
+            where that is faster by 5 %, as it takes more memory; under a `memory_limit`, `"v-half"`
+            or `"v-min"` where that is faster by 5 % or nothing else fits, on three ranks or more.
         balance: `"memory"` for the smallest largest memory of a rank, temporaries included;
             `"time"` for the smallest largest time, measured on this machine; `"flops"` for the
             same by the machine's arithmetic and memory traffic, nothing measured. Default: the one
@@ -267,7 +267,7 @@ def _searches(
         )
         for stages, replicas, ranks in shapes
         for balance in balances
-        for name in _schedules(options.schedule, planner, stages, ranks)
+        for name in _schedules(options, planner, stages, ranks)
     ]
 
 
@@ -369,23 +369,22 @@ def _has_stages(num_stages: int, planner: Planner, options: PlanOptions) -> bool
     if num_stages > len(planner.graph.nodes):
         return False
     try:
-        again = "none" if options.recompute is None else options.recompute
-        stages_to_recompute(again, num_stages)
+        stages_to_recompute(options.recompute or "none", num_stages)
     except ConfigurationError:
         return False
     return True
 
 
-def _schedules(given: Any, planner: Planner, num_stages: int, num_ranks: int) -> tuple[Any, ...]:
+def _schedules(options: PlanOptions, planner: Planner, stages: int, ranks: int) -> Sequence[Any]:
     """Returns the schedules to choose from; the last needs the least memory."""
-    if given is not None:
-        return (given,)
-    # Without other ranks that wait for B there is nothing to win by running it before W.
-    if num_ranks == 1:
-        return ("1f1b",)
-    if num_stages > num_ranks:
+    if options.schedule is not None:
+        return (options.schedule,)
+    if stages > ranks > 1:
         return ("interleaved", "1f1b")
-    return ("1f1b",) if _has_loops(planner) else ("zb-h1", "1f1b")
+    # B before W helps only ranks that wait for B, and what B makes again is there until W.
+    if ranks == 1 or options.recompute not in (None, "none") or _has_loops(planner):
+        return ("1f1b",)
+    return ("zb-h1", "1f1b")
 
 
 def _has_loops(planner: Planner) -> bool:

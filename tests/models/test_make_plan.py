@@ -124,6 +124,7 @@ def test_under_a_limit_ranks_may_hold_less_of_two_stages():
     given = {"batch_size": 2048, "num_micro_batches": 8, "machine": machine, "recompute": "none"}
     open_stages = {**given, "num_ranks": 4, "num_replicas": 1}
     needed = largest(make_plan(model, 4, **given))
+    assert largest(make_plan(model, 4, **{**given, "recompute": "all"})) < needed
     assert make_plan(model, **open_stages, memory_limit=needed).schedule == "zb-h1"
     for share, schedule in ((0.9, "v-half"), (0.75, "v-min")):
         limit = int(share * needed)

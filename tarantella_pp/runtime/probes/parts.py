@@ -209,7 +209,6 @@ class PartsProbe:
         writes: tuple[Sequence[tf.Operation], Sequence[tf.Variable]] = ((), ()),
         rows: int = _FEW,
         disturbed: float = 0.0,
-        read: Callable[[Sequence[tf.Tensor]], list[Array]] | None = None,
     ) -> None:
         operations = function.graph.get_operations()
         self._function, self._inputs = function, list(inputs)
@@ -217,8 +216,6 @@ class PartsProbe:
         needed = ancestors([*fetches, *(t for op in self._effects for t in op.inputs)])
         self._draws = [op.outputs[0] for op in operations if op in needed and DRAWS.match(op.type)]
         self._fetches = list(fetches)
-        # Makes values of what the function gives
-        self._read = read or (lambda tensors: list(map(array_of, tensors)))
         self._variables = list(written)
         self._disturbed = disturbed
         if disturbed:
@@ -325,7 +322,7 @@ class PartsProbe:
         """Runs the function on some samples."""
         draws = self._drawn(inputs) if draws is None else draws
         found = self._run(*map(self._graph.taken, inputs), *draws)
-        return Outcome(self._read(found), self._state(), draws)
+        return Outcome(list(map(array_of, found)), self._state(), draws)
 
     def _drawn(self, inputs: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
         return self._draw(*map(self._graph.taken, inputs))

@@ -34,7 +34,6 @@ from tarantella_pp.runtime.probes.parts import (
     Compared,
     PartsProbe,
     Samples,
-    array_of,
     kinds_of,
     most_samples,
     rows_read,
@@ -98,8 +97,7 @@ class ProbeTrace:
         self._seeds: list[tf.Tensor] = []
         self._lookups: dict[int, list[tf.Tensor]] = {}  # the indices of each, of sparse gradients
         self._moments: list[tuple[Any, tf.Tensor]] = []  # of batch normalizations
-        self._counts: list[int] = []  # how many of them each gradient has
-        self._directions = functools.cache(_direction)
+        self._in_short: list[tf.Tensor] = []  # a product of each gradient, and its length
         self._probes: dict[float, PartsProbe] = {}
         self.added_by: tuple[str, ...] = ()  # the layer that adds each added loss
         self.cut_off: list[Call] = []  # whose gradient would be lost between stages
@@ -118,11 +116,11 @@ class ProbeTrace:
 
     def _probe(self, disturbed: float = 0.0) -> PartsProbe:
         if disturbed not in self._probes:
+            outputs, added, given, _, places = self._parts
+            fetches = [*outputs, *added, *given, *self._in_short, *places]
             self._probes[disturbed] = PartsProbe(
-                self.function, self._feeds, [tensor for part in self._parts for tensor in part],
-                rows=self._tried, disturbed=disturbed,
-                read=self._shortened(sum(map(len, self._parts[:3]))),
-            )  # fmt: skip
+                self.function, self._feeds, fetches, rows=self._tried, disturbed=disturbed
+            )
         return self._probes[disturbed]
 
     def compare(
@@ -208,9 +206,8 @@ class ProbeTrace:
             return sums is None
         inputs = self._placed(samples, 0, np.zeros(len(self.added_by)))
         made = PartsProbe(self.function, self._feeds, sums, rows=self._tried).run(inputs)
-        fetches, feeds = [*outputs, *given, *raw, *places], [*self._feeds, *sums]
-        read = self._shortened(len(outputs) + len(given))
-        probe = PartsProbe(self.function, feeds, fetches, rows=self._tried, read=read)
+        fetches, feeds = [*outputs, *given, *self._in_short, *places], [*self._feeds, *sums]
+        probe = PartsProbe(self.function, feeds, fetches, rows=self._tried)
         pairs = list(zip(sums, made.values, strict=True))
         moved = [[*inputs, *(_moved(*pair, by) for pair in pairs)] for by in _MOVES]
         honest, *others = [probe.run(tensors).values for tensors in moved]
@@ -295,11 +292,6 @@ class ProbeTrace:
         captures = self.function.graph.captures
         return {handle.ref() for outer, handle in captures if id(outer) in outside}
 
-    def _shortened(self, first: int) -> Callable[[Sequence[tf.Tensor]], list[Array]]:
-        """Reads what a trial gives; knows nothing of this trace, which goes when it is let go."""
-        shapes = [tuple(weight.shape) or (1,) for weight in self.weights]
-        return functools.partial(_in_short, first, shapes, self._counts, self._directions)
-
     def first_call(self, samples: Samples, sizes: Sequence[int] = (1, 2)) -> Call | None:
         """The first of the stage's calls whose result for some samples changes with others."""
         probe = PartsProbe(self.function, self._feeds[2:], self._results(), rows=self._tried)
@@ -329,7 +321,9 @@ class ProbeTrace:
         self.added_by = module.added_by[self._training]
         self._lookups = FlatGradients(gradients).lookups
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        self._counts = [len(self._lookups.get(i, ())) for i in present]
+        given_of = zip(self.weights, raw, present, strict=True)
+        short = [_in_short(tuple(w.shape), g, self._lookups.get(i, ())) for w, g, i in given_of]
+        self._in_short = list(map(tf.stack, zip(*short, strict=True))) or [tf.zeros(0)] * 2
         places = [indices for each in self._lookups.values() for indices in each]
         self._parts = [list(outputs), [added], given, raw, places]
         return added
@@ -455,31 +449,20 @@ def _pattern(tensor: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
 
 @np.errstate(all="ignore")  # gradients of made-up samples may be no numbers
 def _in_short(
-    first: int,
-    shapes: Sequence[tuple[int, ...]],
-    counts: Sequence[int],
-    directions: Callable[..., Array],
-    found: Sequence[tf.Tensor],
-) -> list[Array]:
-    """What a trial gives, but of gradients, which may be large, a product and the length."""
-    last = first + len(shapes)
-    places = list(map(array_of, found[last:]))
-    lookups, products, lengths = iter(places), [], []
-    for shape, count, tensor in zip(shapes, counts, found[first:last], strict=True):
-        array = tensor.numpy()
-        array = array.astype(np.promote_types(array.dtype, np.float32), copy=False).real
-        values = array.reshape(-1, math.prod(shape[1:]))
-        left = directions(shape[0], 1.3, 0.5, values.dtype)
-        if count:  # of slices
-            left = left[np.concatenate([next(lookups).ravel() for _ in range(count)])]
-        right = directions(values.shape[1], 1.7, 1.0, values.dtype)
-        products.append(left @ (values @ right))
-        lengths.append(np.linalg.norm(values))
-    in_short = [np.array(numbers, np.float64) for numbers in (products, lengths)]
-    return [*map(array_of, found[:first]), *in_short, *places]
+    shape: Sequence[int], gradient: tf.Tensor, lookups: Sequence[tf.Tensor]
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """A product of a gradient, which may be large, and its length."""
+    real = tf.math.real(gradient) if gradient.dtype.is_complex else gradient
+    dtype = tf.float64 if real.dtype == tf.float64 else tf.float32
+    values = tf.reshape(tf.cast(real, dtype), [-1, columns := math.prod(shape[1:])])
+    left = _direction(shape[0] if shape else 1, 1.3, 0.5, dtype)
+    if lookups:  # of slices
+        left = tf.gather(left, tf.concat([tf.reshape(each, [-1]) for each in lookups], 0))
+    right = _direction(columns, 1.7, 1.0, dtype)
+    product = tf.tensordot(left, tf.linalg.matvec(values, right), 1)
+    return tf.cast(product, tf.float64), tf.cast(tf.norm(values), tf.float64)
 
 
-def _direction(size: int, pace: float, start: float, dtype: np.dtype[Any]) -> Array:
+def _direction(size: int, pace: float, start: float, dtype: tf.DType) -> tf.Tensor:
     """Numbers of both signs with no simple relation between them."""
-    numbers: Array = np.cos(pace * np.arange(size) + start)
-    return numbers.astype(dtype)
+    return tf.constant(np.cos(pace * np.arange(size) + start), dtype)

@@ -321,9 +321,14 @@ class ProbeTrace:
         self.added_by = module.added_by[self._training]
         self._lookups = FlatGradients(gradients).lookups
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        given_of = zip(self.weights, raw, present, strict=True)
-        short = [_in_short(tuple(w.shape), g, self._lookups.get(i, ())) for w, g, i in given_of]
-        self._in_short = list(map(tf.stack, zip(*short, strict=True))) or [tf.zeros(0)] * 2
+        double = any(g.dtype.real_dtype == tf.float64 for g in raw)
+        directions = functools.cache(functools.partial(_direction, double))
+        each = zip(self.weights, raw, (self._lookups.get(i, ()) for i in present), strict=True)
+        short = [_in_short(tuple(w.shape), g, rows, directions) for w, g, rows in each]
+        products, squares = (
+            zip(*short, strict=True) if short else ([tf.zeros([0])], [tf.zeros([0])])
+        )
+        self._in_short = [tf.reshape(products, [-1]), tf.sqrt(2 * tf.reshape(squares, [-1]))]
         places = [indices for each in self._lookups.values() for indices in each]
         self._parts = [list(outputs), [added], given, raw, places]
         return added
@@ -449,20 +454,25 @@ def _pattern(tensor: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
 
 @np.errstate(all="ignore")  # gradients of made-up samples may be no numbers
 def _in_short(
-    shape: Sequence[int], gradient: tf.Tensor, lookups: Sequence[tf.Tensor]
+    shape: tuple[int, ...],
+    gradient: tf.Tensor,
+    lookups: Sequence[tf.Tensor],
+    directions: Callable[..., tf.Tensor],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """A product of a gradient, which may be large, and its length."""
-    real = tf.math.real(gradient) if gradient.dtype.is_complex else gradient
-    dtype = tf.float64 if real.dtype == tf.float64 else tf.float32
-    values = tf.reshape(tf.cast(real, dtype), [-1, columns := math.prod(shape[1:])])
-    left = _direction(shape[0] if shape else 1, 1.3, 0.5, dtype)
+    """A product of a gradient, which may be large, and half the square of its length."""
+    right = directions(math.prod(shape[1:]), 1.7, 1.0)
+    values = tf.math.real(gradient) if gradient.dtype.is_complex else gradient
+    values = tf.cast(values, right.dtype)
+    if len(shape) != 2:
+        values = tf.reshape(values, [-1, math.prod(shape[1:])])
+    left = directions(shape[0] if shape else 1, 1.3, 0.5)
     if lookups:  # of slices
         left = tf.gather(left, tf.concat([tf.reshape(each, [-1]) for each in lookups], 0))
-    right = _direction(columns, 1.7, 1.0, dtype)
-    product = tf.tensordot(left, tf.linalg.matvec(values, right), 1)
-    return tf.cast(product, tf.float64), tf.cast(tf.norm(values), tf.float64)
+    product = tf.matmul(left, tf.matmul(values, right), transpose_a=True)
+    return product, tf.nn.l2_loss(values)
 
 
-def _direction(size: int, pace: float, start: float, dtype: tf.DType) -> tf.Tensor:
-    """Numbers of both signs with no simple relation between them."""
-    return tf.constant(np.cos(pace * np.arange(size) + start), dtype)
+def _direction(double: bool, size: int, pace: float, start: float) -> tf.Tensor:
+    """Numbers of both signs with no simple relation between them, as a column."""
+    numbers = np.cos(pace * np.arange(size) + start)[:, None]
+    return tf.constant(numbers, tf.float64 if double else tf.float32)

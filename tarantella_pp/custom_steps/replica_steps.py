@@ -124,9 +124,10 @@ class ReplicaSteps:
         """The state of training, as far as it is there."""
         return ReplicaState(self._model, self._steps, self.communicator.rank)
 
-    def check_alike(self) -> None:
-        """Compares what replicas hold; all of them must call it."""
-        check_alike(list(self._alike.values()), self.communicator)
+    def check_alike(self, if_written: bool = False) -> None:
+        """Compares what replicas hold, which each trains itself; all of them must call it."""
+        if not if_written:
+            check_alike(list(self._alike.values()), self.communicator)
 
     def _run(self, name: str, batch: Batch) -> Any:
         key = name, batch.signature

@@ -91,6 +91,7 @@ class FeedAdapter(DataAdapter):
 
     def on_epoch_begin(self) -> None:
         """Passes the hook on to the user's data."""
+        self._engine.check_alike(if_written=True)
         if self._adapter is not None and self.cursor is not None:
             self.cursor.on_epoch_begin()
             self._adapter.on_epoch_begin()
@@ -255,6 +256,7 @@ def single_batch(engine: Any, data: Any) -> Batch:
         shapes = keras.tree.map_structure(lambda leaf: [*getattr(leaf, "shape", ())], data)
         text = f"a batch of shapes {shapes} with hash {_hash_of(data)}"
     _refuse_others(ranks.allgather_json(text))
+    engine.check_alike(if_written=True)
     return next(feed.batches([data]))
 
 

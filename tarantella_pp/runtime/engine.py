@@ -80,6 +80,8 @@ class Engine:
             self._shares,
         )
         self.shared_logs = SharedLogs(model, extracted, plan.assignment, self.placement, groups)
+        self.check_alike = self.weights.check_alike
+        self.share_metrics = self.shared_logs.share_metrics
         self._compilation: Compilation | None = None
         self._exchanges = False
 
@@ -159,14 +161,6 @@ class Engine:
                 executor.run(schedule, step)
             results = self.shared_logs.share_outputs(step)
         return pack_outputs(self.extracted, self.stages.boundaries[-1], results)
-
-    def check_alike(self) -> None:
-        """Compares what ranks have of the same weights; all must call it."""
-        self.weights.check_alike()
-
-    def share_metrics(self) -> None:
-        """Gives every rank the state of all metrics; all must call it."""
-        self.shared_logs.share_metrics()
 
     def publish_weights(self) -> None:
         """Makes known to other ranks that weights have changed behind a step; all must call it."""

@@ -147,8 +147,6 @@ class RankWeights:
         tied = [row for row in table.rows if row.trainable and len(row.ranks) > 1]
         self.ties = TiedWeights([(row.variable, row.ranks) for row in tied], groups.pipeline)
         self._used = {i for i, row in enumerate(table.rows) if rank in row.ranks}
-        # What no forward pass writes
-        self._constant = {i for i, w in enumerate(extracted.graph.weights) if not w.stateful}
         self.bucket_counts: list[int] = []  # of each stage; none for one replica
         self.buckets: dict[Bucket, list[Any]] = {}  # whose sums this rank takes part in
         if groups.num_replicas > 1:
@@ -194,8 +192,10 @@ class RankWeights:
 
     def gather(self) -> None:
         """Gives every rank the value of each variable from the rank that trains it."""
+        self.check_alike(if_written=True)
         stale = self._pipeline.allgather_json(self._stale())
         self._share(stale, range(len(self.variables)))
+        self.clock.written.clear()
 
     def refresh(self) -> None:
         """Brings up to date what stages use and another pipeline has trained on another rank."""
@@ -218,16 +218,19 @@ class RankWeights:
         self._updated.publish()
         self._updated.refresh()
 
-    def check_alike(self) -> None:
+    def check_alike(self, if_written: bool = False) -> None:
         """Refuses to go on if ranks have other values of a weight; all must call it.
 
-        Until the first step that is also a weight that another rank will train.
+        That is also one that another rank trains, and that this or another one has written.
         """
-        copied = self.groups.num_replicas > 1
-        known = {i for i in self._used if copied or len(self.table.rows[i].ranks) > 1}
-        if not self.clock.steps:
-            known |= self._constant
-        check_alike(self.variables, self.groups.world, known.difference(self._stale()))
+        clock, ranks, copied = self.clock, self.groups.world, self.groups.num_replicas > 1
+        written = [i for i, weight in enumerate(self.variables) if id(weight) in clock.written]
+        written = sorted(set().union(*ranks.allgather_json(written)))
+        if if_written and not written:
+            return
+        own = {i for i in self._needed() if copied or len(self.table.rows[i].ranks) != 1}
+        check_alike(self.variables, ranks, own.union(written).difference(self._stale()))
+        clock.written.clear()
 
     def make_reduction(self) -> GradientReduction:
         """What adds up the gradients of this rank's buckets over the replicas."""

@@ -51,6 +51,7 @@ class StepCounter:
         self.message = message
         self.steps = 0
         self.readable: dict[int, _Remote] = {}  # those that have their true value till the next one
+        self.written: set[int] = set()  # those whose values ranks have not compared
 
     def advance(self) -> None:
         """Counts a step: what other ranks train is out of date here, and needs no memory."""
@@ -58,6 +59,7 @@ class StepCounter:
         for variable in self.readable.values():
             variable.drop(self.message)
         self.readable.clear()
+        self.written.clear()
 
 
 def read_with(read: Callable[[Any], Array]) -> contextlib.AbstractContextManager[None]:
@@ -81,7 +83,7 @@ def make_remote(variable: Any, clock: StepCounter) -> None:
     if variable._stale:
         variable._stale = clock.message
     else:
-        clock.readable[id(variable)] = variable
+        variable.has_true_value()
 
 
 def make_deferred(variable: Any) -> None:
@@ -201,6 +203,7 @@ class _Remote(keras.Variable):  # type: ignore[misc]
         self._stale = ""
         for clock in self._clocks:
             clock.readable[id(self)] = self
+            clock.written.add(id(self))
 
     def drop(self, why: str) -> None:
         """Forgets the value, and gives its memory back unless a stage of this rank uses it."""

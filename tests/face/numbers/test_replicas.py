@@ -1,5 +1,6 @@
 """Replicas of a pipeline: the numbers of one process, each batch and its gradients shared."""
 
+import functools
 import re
 
 import keras
@@ -72,6 +73,7 @@ def be_refused_and_train():
     found["differ"] = differ()
     found["constraint"] = [constrained(num_stages=2), constrained(shard_optimizer=True)]
     found["written"] = [written_on_one_rank(n, r) for n, r in ((1, 1), (2, 0), (2, 1))]
+    found["written"] += written_later()
     found["coupled"] = coupled(tnt.PipelineModel(perceptron(), num_stages=1, num_micro_batches=2))
     found["rounded"] = trained_rounded()
     return found
@@ -142,6 +144,21 @@ def written_on_one_rank(num_stages, rank):
     with pytest.raises(ReplicaError):
         model.save_weights("never.weights.h5")
     return said
+
+
+def written_later():
+    """What calls say of a weight of rank 0 that rank 1 writes after a step."""
+    model = tnt.PipelineModel(perceptron(), num_stages=2)
+    model.compile(adamw(), "mse")
+
+    def write(*_):
+        if world().rank == 1:
+            model.trainable_variables[0].assign(np.ones(model.trainable_variables[0].shape))
+
+    writing = [keras.callbacks.LambdaCallback(on_epoch_end=write)]
+    fit = functools.partial(model.fit, epochs=2, verbose=0, callbacks=writing)
+    calls = fit, model.train_on_batch, model.evaluate, lambda *_: model.get_weights()
+    return [error_of(lambda call=call: call(X[:8], Y[:8])) for call in calls]
 
 
 def squared_total(y_true, y_pred):

@@ -23,7 +23,7 @@ from tarantella_pp.models.training_loops import TrainingLoops, surrounded
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.options import PlanOptions, Recompute
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.runtime.comm.collective import collective, compiled_facts
+from tarantella_pp.runtime.comm.collective import collective, compiled_facts, digest
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.engine import Engine
@@ -248,6 +248,8 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         metrics = [given.arguments[name] for name in ("metrics", "weighted_metrics")]
         self._engine.refuse_compilation(optimizer, compiled, metrics != [None, None])
         facts = compiled_facts(given.arguments)
+        trained = [bool(variable.trainable) for variable in self.variables]
+        facts["trainable"] = f"{sum(trained)} of {len(trained)} variables, {digest([trained])}"
         with self._engine.communicator.call("compile", **facts):
             state = self._divided(optimizer)  # before Keras compiles: what fails changes nothing
             super().compile(*given.args[1:], **given.kwargs)

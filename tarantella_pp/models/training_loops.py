@@ -89,9 +89,16 @@ def _instead_of_keras(plain: Any, model: Any) -> Iterator[None]:
 _AnyModel: Any = object
 
 
-def learning_rate_of(given: Mapping[str, Any]) -> float:
-    """The learning rate with which a call begins; NaN where a schedule sets it."""
-    return settable_learning_rate(given["self"])
+def iterations_of(given: Mapping[str, Any]) -> int:
+    """How often the optimizer has updated weights when a call begins."""
+    return int(getattr(getattr(given["self"], "optimizer", None), "iterations", 0))
+
+
+# What optimizers of all ranks have alike when a call begins; a rate is NaN where a schedule sets it
+_OF_OPTIMIZER: Mapping[str, Callable[..., Any]] = {
+    "learning_rate": lambda given: settable_learning_rate(given["self"]),
+    "iterations": iterations_of,
+}
 
 
 class TrainingLoops(_AnyModel):
@@ -121,8 +128,8 @@ class TrainingLoops(_AnyModel):
     @surrounded
     @collective(
         "epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq",
-        learning_rate=learning_rate_of,
         callbacks=lambda given: rank_rules.kinds_of_all_ranks(given["callbacks"]),
+        **_OF_OPTIMIZER,
     )  # fmt: skip
     def fit(
         self,
@@ -246,7 +253,7 @@ class TrainingLoops(_AnyModel):
         )
 
     @surrounded
-    @collective(learning_rate=learning_rate_of)
+    @collective(**_OF_OPTIMIZER)
     def train_on_batch(
         self,
         x: Any,

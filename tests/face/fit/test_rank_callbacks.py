@@ -144,6 +144,12 @@ def change_rates(model, start):
     texts.append(refused(lambda: model.fit(X, Y, **QUIET)))
     texts.append(refused(lambda: model.train_on_batch(X, Y)))
     model.optimizer.learning_rate = RATE
+    model.optimizer.iterations.assign(7 * tnt.get_rank())
+    texts.append(refused(lambda: model.fit(X, Y, **QUIET)))
+    model.optimizer.iterations.assign(0)
+    model.trainable = not tnt.get_rank()
+    texts.append(refused(lambda: model.compile("sgd", "mse")))
+    model.trainable = True
     return texts, model.fit(X, Y, epochs=2, **QUIET).history
 
 
@@ -151,8 +157,10 @@ def check_rates(texts, history):
     for rank, text in zip(HOOKS.values(), texts, strict=False):
         first, second = (RATE, 0.125) if rank else (0.125, RATE)
         assert f"learning_rate={first} on rank 0, learning_rate={second} on rank 1" in text
-    assert "fit(learning_rate=0.05)" in texts[-2]
-    assert "train_on_batch(learning_rate=0.125)" in texts[-1]
+    assert "fit(learning_rate=0.05)" in texts[-4]
+    assert "train_on_batch(learning_rate=0.125)" in texts[-3]
+    assert all(said in texts[-2] for said in ("fit(iterations=0)", "fit(iterations=7)"))
+    assert re.search("compile.trainable='[1-9].*compile.trainable='0 of", texts[-1])
     assert distance(plain().fit(X, Y, epochs=2, **QUIET).history, history) < ROUNDING
 
 

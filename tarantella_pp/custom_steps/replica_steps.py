@@ -77,6 +77,7 @@ class ReplicaSteps:
 
     def __init__(self, model: Any, ranks: Communicator, gradient_dtype: str | None) -> None:
         self.communicator = ranks
+        self.prints = ranks.rank == ranks.size - 1  # and writes files
         self.logs: dict[str, Any] = {}  # Keras' logs after the last step
         # Called once, when all variables of the next training step are there.
         self.before_training: Callable[[], object] | None = None
@@ -85,11 +86,6 @@ class ReplicaSteps:
         self._gradient_dtype = gradient_dtype
         self._steps: dict[tuple[str, bytes], PreparedStep] = {}
         self._alike: dict[int, Any] = {}
-
-    @property
-    def prints(self) -> bool:
-        """Whether this rank shows progress and writes files: the last one."""
-        return self.communicator.rank == self.communicator.size - 1
 
     def train(self, batch: Batch) -> Any:
         """Trains one batch; returns Keras' logs, the same on all ranks."""

@@ -89,15 +89,12 @@ def _instead_of_keras(plain: Any, model: Any) -> Iterator[None]:
 _AnyModel: Any = object
 
 
-def iterations_of(given: Mapping[str, Any]) -> int:
-    """How often the optimizer has updated weights when a call begins."""
-    return int(getattr(getattr(given["self"], "optimizer", None), "iterations", 0))
-
-
 # What optimizers of all ranks have alike when a call begins; a rate is NaN where a schedule sets it
 _OF_OPTIMIZER: Mapping[str, Callable[..., Any]] = {
     "learning_rate": lambda given: settable_learning_rate(given["self"]),
-    "iterations": iterations_of,
+    "iterations": lambda given: int(
+        getattr(getattr(given["self"], "optimizer", None), "iterations", 0)
+    ),
 }
 
 

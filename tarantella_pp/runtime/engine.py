@@ -50,7 +50,8 @@ class Engine:
     ) -> None:
         self.extracted = extracted
         self.groups = groups
-        self.communicator = groups.world
+        self.communicator = ranks = groups.world
+        self.prints = ranks.rank == ranks.size - 1  # and writes files
         self.placement = plan.schedule_spec(groups.pipeline.size).placement
         # Keras' logs after the last step; empty once metrics are reset.
         self.logs: dict[str, Any] = {}
@@ -74,7 +75,7 @@ class Engine:
         )  # fmt: skip
         self.memory = MemoryCheck(plan, extracted, self.schedules, groups)
         self.feed = DataFeed(
-            groups.world,
+            ranks,
             needs_of_ranks(self.stages.model_inputs, self.placement, groups),
             functools.partial(standardize_inputs, model),
             self._shares,
@@ -93,11 +94,6 @@ class Engine:
             has_metrics = compiled_metrics(self._model) is not None
             plan = self.memory.expected(compiled_loss(self._model), has_metrics)
         return with_findings(plan, self.schedules.spec, self.fallbacks)
-
-    @property
-    def prints(self) -> bool:
-        """Whether this rank shows progress and writes files: the last one."""
-        return self.communicator.rank == self.communicator.size - 1
 
     def train(self, batch: Batch) -> dict[str, Any]:
         """Trains one batch; returns Keras' logs, the same on all ranks."""

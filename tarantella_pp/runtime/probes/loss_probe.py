@@ -170,10 +170,12 @@ def _kinds(loss: Any, data: Sequence[tuple[Array, Array]]) -> Iterator[frozenset
 
 
 def _counts(values: Any, function: Any, data: tuple[Array, Array]) -> bool:
-    """Whether a loss computes otherwise where it knows how many samples there are."""
-    known, given = tf.function(values, autograph=False), _samples(*data).tensors
+    """Whether a loss leaves samples out, or computes otherwise where it knows their number."""
+    given = _samples(*data).tensors
+    known = tf.function(values, autograph=False).get_concrete_function(*given)
     pairs = zip(function(*given), known(*given), strict=True)
-    return not all(np.allclose(one, other, equal_nan=True) for one, other in pairs)
+    leaves_out = known.outputs[0].shape[:1] == [None]
+    return leaves_out or not all(np.allclose(a, b, equal_nan=True) for a, b in pairs)
 
 
 def _kinds_with(probe: PartsProbe, y: Array, y_pred: Array) -> frozenset[str] | None:

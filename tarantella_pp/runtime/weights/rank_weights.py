@@ -199,8 +199,6 @@ class RankWeights:
 
     def refresh(self) -> None:
         """Brings up to date what stages use and another pipeline has trained on another rank."""
-        if self._pipeline.size == 1:
-            return
         needed = [i for i in sorted(self._used) if is_stale(self.variables[i])]
         needed_by = self._pipeline.allgather_json(needed)
         if any(needed_by):

@@ -37,7 +37,6 @@ OF_METRICS = (
     "on every rank; when an epoch or an evaluation has ended, every rank has the metrics, too."
 )
 
-
 OF_DEFERRED = (
     "Weight '{path}' was made under `deferred_init()` and has no value. Wrap its model in a "
     "PipelineModel: that gives each rank the values of its own stages."

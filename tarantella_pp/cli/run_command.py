@@ -147,8 +147,10 @@ def _attempt(
     names = {*environment.needed_elsewhere(given), *arguments.exports}
     names |= {SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE}
     interpreter = shlex.split(arguments.python_interpreter or "") or [sys.executable]
+    # MPI's launchers begin another program at ":", so all words of colons get one more on the way.
+    words = (f":{word}" if word and not word.strip(":") else word for word in arguments.command)
     job = mpi_launchers.Job(
-        command=(*interpreter, "-m", "tarantella_pp.launch.worker", *arguments.command),
+        command=(*interpreter, "-m", "tarantella_pp.launch.worker", *words),
         num_ranks=num_ranks,
         cores_per_rank=resources.threads_per_rank(per_node, os.environ),
         hosts=placed,
@@ -212,13 +214,12 @@ def _show(arguments: argparse.Namespace, attempt: Attempt) -> None:
     """Prints what would be run; the values of `-x` are the user's own, and may be secret."""
     from tarantella_pp.launch import resources
 
-    exported = arguments.exports
     per_node = int(attempt.environment[resources.RANKS_VARIABLE])
     variables = _variables(arguments, per_node, attempt.num_ranks)
     lines = [f"# {host}" for host in attempt.hosts]
-    shown = {name: value for name, value in variables.items() if name not in exported}
+    shown = {name: value for name, value in variables.items() if name not in arguments.exports}
     lines += [f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items())]
-    lines += [f"{name}=<from -x>" for name in sorted(exported)]
+    lines += [f"{name}=<from -x>" for name in sorted(arguments.exports)]
     sys.stdout.write("\n".join([*lines, shlex.join(attempt.command), ""]))
 
 

@@ -32,11 +32,12 @@ _LABEL = rb"(?:\[[^\]\n]*\](?:<stderr>:)? ?|\d+: )?"
 _RECORD = _LABEL + rb"\x1e(?:\x1e+(?P<record>[^\n]*)\n?|\Z)"
 # Lines of the level INFO, which no variable turns off while TensorFlow is imported, what stands
 # above them, a warning for each float64 operation that oneDNN has no faster one for, and an error
-# where there is no driver of a GPU. They may begin within a line: all ranks share one pipe, and a
-# progress bar of another rank ends no line.
+# where there is no driver of a GPU. They begin a line, or follow a progress bar of another rank,
+# which ends none: all share one pipe. What begins like one and goes on later is held back, too.
 _OF_TENSORFLOW = (
-    _LABEL + rb"(?:I\d{4} \d\d:\d\d:[\d.]+ |WARNING: All log messages before absl::"
-    rb"|W\d{4} .* util\.cc:\d+\] Not handling type "
+    rb"(?:(?m:^)|(?P<bar>\r[^\r\n\x1e]*?))" + _LABEL + rb"(?:"
+    rb"I\d{4} \d\d:\d\d:[\d.]+ +(?:\d+ \S+\.cc:\d+\] |[^\n\x1e\]]{0,200}\Z)"
+    rb"|WARNING: All log messages before absl::|W\d{4} .* util\.cc:\d+\] Not handling type "
     rb"|E\d{4} [^\n\x1e]* failed call to cuInit: [^\n\x1e]*\(303\))[^\n\x1e]*\n?"
 )
 
@@ -78,7 +79,7 @@ def without_records(
             return found[0]  # is kept until its end is there
         if found["record"] is not None:
             on_record(found["record"])
-        return b""
+        return found.groupdict().get("bar") or b""
 
     held = b""
     for piece in pieces:

@@ -89,7 +89,8 @@ def _start_rank(parent: int) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     # The script may close or redirect its own.
     report = functools.partial(_report, os.dup(_STANDARD_ERROR), rank)
-    return run_script(sys.argv[1:], Guard(rank, size, report))
+    words = [word if word.strip(":") else word.removeprefix(":") for word in sys.argv[1:]]
+    return run_script(words, Guard(rank, size, report))
 
 
 def _report(file: int, rank: int, **fields: Any) -> None:
@@ -134,11 +135,9 @@ def run_script(command: list[str], guard: Guard) -> int:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         take_share(os.environ)
-        if (
-            guard.size > 1
-            and (local_rank := records.number_from(records.LOCAL_RANK_VARIABLE)) is not None
-        ):
-            take_gpu(os.environ, local_rank)
+        number = records.number_from(records.LOCAL_RANK_VARIABLE) if guard.size > 1 else None
+        if number is not None:
+            take_gpu(os.environ, number)
         _show_log(os.environ, guard.rank)
         _run_as_main(command)
     except SystemExit as exit_:

@@ -31,9 +31,10 @@ NATIVE = "I0000 00:00:1795359673.039961   13910 port.cc:153] oneDNN custom opera
 )
 def test_the_script_gets_its_arguments_and_one_rank_prints(python, start, environment, native):
     """And info of TensorFlow's native code is left out, unless it is asked for."""
-    result = tarantella(python, *start, "-n", "7", "--", "x y", **environment).ends(0)
+    given = ["-n", "7", "--", "x y", ":", "::", "false"]
+    result = tarantella(python, *start, *given, **environment).ends(0)
     first, second, _ = result.stdout.splitlines()
-    assert first == "hello 1 2 -n 7 -- x y"
+    assert first == "hello 1 2 -n 7 -- x y : :: false"
     assert second == "main __main__ scripts hello.py"
     assert sorted(result.stderr.splitlines()) == [*native, "warning told", "warning told"]
 

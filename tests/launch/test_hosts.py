@@ -157,6 +157,7 @@ FLOAT64 = b"W0000 00:00:1795364491.109910   31503 util.cc:163] Not handling type
 NO_GPU = b"E0000 00:00:1795706599.671005 22602 x.cc:52] failed call to cuInit: X (303)\n"
 PREFACE = b"WARNING: All log messages before absl::InitializeLog() is called are written\n"
 KEPT = b"W0000 00:00:1795359673.0 1 x.cc:1] careful\nWARNING: yours\nI see\n\nE0000 00:00:1 x] no\n"
+KEPT += b"I1127 23:00:00.123456 139 train.py:3] loss 0.5\nfound " + INFO + b"not all " + PREFACE
 
 
 def passed(*pieces: bytes, records: Records | None = None) -> bytes:

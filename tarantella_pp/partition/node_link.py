@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import networkx as nx
 
 from tarantella_pp.errors import GraphError, PlanError
 from tarantella_pp.partition.graph.json_record import read
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Tensor, Weight
 from tarantella_pp.partition.graph.units import MOST
 from tarantella_pp.partition.profile import NodeProfile, Profile
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 # What Python says of JSON in another shape.
 _MISSHAPEN = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -36,13 +34,8 @@ class NamedGraph:
 
 def load_graph(path: str | Path) -> NamedGraph:
     """Reads a graph from a JSON file."""
-    import networkx as nx
-
     try:
-        data = json.loads(read(path, "graph"))
-        links = "edges" if "edges" in data else "links"
-        digraph = nx.DiGraph(nx.node_link_graph({**data, "directed": True}, edges=links))
-        return graph_of(digraph)
+        return graph_of(_digraph(json.loads(read(path, "graph"))))
     except (GraphError, PlanError) as error:
         raise GraphError(f"{path} is no graph in node-link JSON: {error}") from error
     except (*_MISSHAPEN, nx.NetworkXException) as error:
@@ -53,20 +46,33 @@ def load_graph(path: str | Path) -> NamedGraph:
         ) from None
 
 
+def _digraph(data: dict[str, Any]) -> nx.DiGraph:
+    """Makes what a file describes, where networkx would make nodes of misspelt ends of edges."""
+    links = "edges" if "edges" in data else "links"
+    known = nx.node_link_graph({**data, "directed": True, links: []}, edges=links)
+    found = nx.DiGraph(nx.node_link_graph({**data, "directed": True}, edges=links))
+    must_hold = {
+        "it must have at least one node": known,
+        'it must have "directed": true': data.get("directed", True),
+        'it must have "multigraph": false': not data.get("multigraph"),
+        'it must have "edges" or "links". Received: both': not {"edges", "links"} <= data.keys(),
+        "ids of nodes must differ": len(known) == len(data["nodes"]),
+        f"edges must join nodes. Received: {[*found][len(known) :]}": len(found) == len(known),
+        "no two edges may have the same ends": found.size() == len(data[links]),
+    }
+    for what in (what for what, holds in must_hold.items() if not holds):
+        raise GraphError(what)
+    return found
+
+
 def graph_of(digraph: nx.DiGraph) -> NamedGraph:
     """Makes a layer graph; every operation makes one tensor, which its edges carry."""
-    import networkx as nx
-
-    if not len(digraph):
-        raise GraphError("A graph has at least one node. Received: nodes=[]")
     given = {one: place for place, one in enumerate(digraph)}
     try:
         order = [*nx.lexicographical_topological_sort(digraph, key=given.__getitem__)]
     except nx.NetworkXUnfeasible:
         cycle = " -> ".join(str(edge[0]) for edge in nx.find_cycle(digraph))
-        raise GraphError(
-            f"The graph has a cycle, so it has no pipeline order: nodes {cycle}"
-        ) from None
+        raise GraphError(f"it has a cycle, so no pipeline order: nodes {cycle}") from None
     number = {one: place for place, one in enumerate(order)}
     figures = [
         {kind: _number(f"node {one}", kind, digraph.nodes[one]) for kind in FIGURES}
@@ -79,9 +85,9 @@ def graph_of(digraph: nx.DiGraph) -> NamedGraph:
         name, first = _text(one), len(weights)
         for kind in ("parameters", "constants"):
             if size := int(own[kind]):
-                shape, trainable = (-(-size // 4),), kind == "parameters"
+                shape, trained = (-(-size // 4),), kind == "parameters"
                 weights.append(
-                    Weight(len(weights), f"{name}/{kind}", shape, "float32", trainable, size)
+                    Weight(len(weights), f"{name}/{kind}", shape, "float32", trained, size)
                 )
         nodes.append(
             Node(
@@ -113,11 +119,9 @@ def _number(where: str, kind: str, attributes: dict[str, Any]) -> float:
     """Returns one figure, 0 where it is not said."""
     value = attributes.get(kind, 0.0)
     known = isinstance(value, int | float) and not isinstance(value, bool)
-    if known and math.isfinite(value) and 0 <= value <= MOST:
+    if known and 0 <= value <= MOST:
         return float(value)
-    raise GraphError(
-        f"{where}: expected {kind} as a number that is not negative. Received: {value!r}"
-    )
+    raise GraphError(f"{where}: expected {kind} as a number from 0 to {MOST}. Received: {value!r}")
 
 
 def _text(name: Any) -> str:

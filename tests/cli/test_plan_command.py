@@ -68,6 +68,13 @@ def graph_text(**changes):
         (graph_text(nodes=[], edges=[]), "at least one node"),
         (graph_text(nodes=[{"id": "a", "flops": -1}, {"id": "b"}]), "node a: expected flops"),
         ('{"nodes": [{"id": 0, "flops": NaN}], "edges": []}', "expected flops"),
+        (graph_text(nodes=[{"id": "a"}, {"id": "b", "flops": 10**400}]), "node b: expected flops"),
+        (graph_text(edges=[EDGE, {"source": "a", "target": "bb"}]), "Received: ['bb']"),
+        (graph_text(directed=False), 'must have "directed": true'),
+        (graph_text(multigraph=True), 'must have "multigraph": false'),
+        (graph_text(edges=[], links=[EDGE]), 'must have "edges" or "links". Received: both'),
+        (graph_text(nodes=[{"id": "b"}] * 2, edges=[]), "ids of nodes must differ"),
+        (graph_text(edges=[EDGE, EDGE]), "no two edges may have the same ends"),
         (b"\xff\xfe\x00", "node_link_data"),
         (graph_text(nodes=[7]), "lists of nodes"),
     ],
@@ -84,7 +91,7 @@ def test_names_cannot_steer_a_terminal(command, plan_file, tmp_path) -> None:
     assert command("plan", "make", path, "--stages", 2) == 0
     assert "\\x1b[31mred" in command.stdout
     assert "\x1b" not in command.stdout
-    path.write_text(graph_text(nodes=[{"id": "\x1b[2J", "flops": -1}]))
+    path.write_text(graph_text(nodes=[{"id": "\x1b[2J", "flops": -1}], edges=[]))
     complaint = command.fails(2, "plan", "make", path, "--stages", 2)
     assert "\\x1b[2J" in complaint
     assert "\x1b" not in complaint

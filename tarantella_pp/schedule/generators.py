@@ -16,6 +16,8 @@ from tarantella_pp.schedule.schedule import Schedule, checked_placement
 
 # Two stages on each rank: down the ranks and up again.
 V_SHAPED = ("zb-v", "v-half", "v-min")
+# Of all stages: lists of more take minutes to make.
+MOST_FORWARDS = 1_000_000
 # The schedules that `make_schedule` makes.
 SCHEDULE_NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", *V_SHAPED, "forward")
 
@@ -244,6 +246,11 @@ def make_schedule(
             f"Received: schedule={name!r}"
         )
     check_counts(num_stages=num_stages, num_micro_batches=num_micro_batches, num_ranks=num_ranks)
+    if num_stages * num_micro_batches > MOST_FORWARDS:
+        raise ScheduleError(
+            f"Expected at most {MOST_FORWARDS} forward passes in a step. Received: num_stages="
+            f"{num_stages}, num_micro_batches={num_micro_batches}. Take fewer micro-batches."
+        )
     where = make_placement(num_stages, num_ranks, placement, v_shaped=name in V_SHAPED)
     orders = _orders(name, num_micro_batches, where)
     return Schedule(name, num_stages, num_micro_batches, 1 + max(where), where, orders)

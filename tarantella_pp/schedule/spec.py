@@ -137,6 +137,13 @@ def on_one_rank(schedule: Schedule) -> Schedule:
     return replace(schedule, num_ranks=1, placement=placement, actions=actions)
 
 
+def check_trains(schedule: Schedule, *links: Any) -> None:
+    """Refuses a schedule with which a pipeline cannot train, over links and gradient links."""
+    if not schedule.has_backward:
+        raise ScheduleError(f"The schedule '{schedule.name}' has forward passes only.")
+    validate(lower(schedule, *links))
+
+
 def read_schedule(schedule: Any) -> Schedule | None:
     """Reads a schedule that is none of the named ones."""
     if isinstance(schedule, str) and schedule in TRAINING_NAMES:
@@ -157,8 +164,6 @@ def read_schedule(schedule: Any) -> Schedule | None:
             f"The schedule '{schedule.name}' has messages; give its computations alone, for "
             "messages are added according to the model."
         )
-    if not schedule.has_backward:
-        raise ScheduleError(f"The schedule '{schedule.name}' has forward passes only.")
-    validate(lower(schedule))
+    check_trains(schedule)
     named = schedule.name in (*SCHEDULE_NAMES, SEARCHED)
     return replace(schedule, name=f"{schedule.name}-edited") if named else schedule

@@ -52,6 +52,7 @@ def test_every_stage_runs_micro_batches_in_increasing_order(schedule):
         ({"num_stages": 0}, "num_stages=0"),
         ({"num_micro_batches": 0}, "num_micro_batches=0"),
         ({"num_micro_batches": 2.5}, "num_micro_batches=2.5"),
+        ({"num_micro_batches": 10**9}, "num_stages=4, num_micro_batches=1000000000. Take fewer"),
         ({"num_ranks": 3}, "num_ranks=3"),
         ({"num_ranks": -1}, "num_ranks=-1"),
         ({"placement": (0, 1)}, "placement=(0, 1)"),

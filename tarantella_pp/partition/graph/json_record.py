@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 import msgspec
 
-from tarantella_pp.errors import ConfigurationError, FileError, PlanError, TarantellaError
+from tarantella_pp.errors import ConfigurationError, FileError, PlanError
 from tarantella_pp.files import replace_file
 
 #: Files larger than this are refused before they are parsed.
@@ -34,7 +34,7 @@ class JsonRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            if isinstance(error.__cause__, TarantellaError):
+            if isinstance(error.__cause__, PlanError):
                 raise error.__cause__ from None
             raise PlanError(f"This is no valid {cls.noun}: {error}") from None
 

@@ -13,6 +13,7 @@ from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.plan import plan_parts
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork
 from tarantella_pp.schedule import HeldAgain, Schedule, ScheduleSpec
+from tarantella_pp.schedule.spec import check_trains
 
 
 class PlanData(
@@ -58,6 +59,9 @@ class PlanData(
         """Checks that everything fits together; types and ranges are checked as files are read."""
         for problem in _problems(self):
             raise PlanError(f"This is no valid plan: {problem}")
+        if self.schedule_text is not None:
+            own = self.schedule_spec().make(self.num_micro_batches)
+            check_trains(own, self.links, self.gradient_links)
 
     @property
     def links(self) -> set[tuple[int, int]]:

@@ -98,6 +98,8 @@ def tie(**changes):
         ({"stages__1__flops": 1e308}, "float` <= 1e.200 .*flops"),
         ({"machine": {"latency": 1e308}}, "float` <= 1e.200 .*latency"),
         ({"ranks": [0, 2]}, "ranks must name one for each stage"),
+        ({"program": "rank 0: 0F0\nrank 1: 1F0", "num_micro_batches": 1}, "passes only"),
+        ({"program": "rank 0: 0BW0 0F0\nrank 1: 1F0 1BW0", "num_micro_batches": 1}, "wait"),
     ],
 )
 def test_a_plan_that_does_not_fit_together_is_refused(changes, message):

@@ -88,9 +88,12 @@ def existing_file(path: str) -> Path:
     return Path(path)
 
 
-def check_target(option: str, path: str | None) -> None:
-    """Checks, before the work is done, that a file has a place."""
+def check_target(option: str, path: str | None, *others: str | None) -> None:
+    """Checks, before the work is done, that a file has a place, which is no other file's."""
     if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
-        raise ConfigurationError(
-            f"Expected the name of a file in a folder that exists. Received: {option}={path}"
-        )
+        wrong = "the name of a file in a folder that exists"
+    elif path is not None and Path(path).resolve() in [Path(o).resolve() for o in others if o]:
+        wrong = "a file that the command does not read or write already"
+    else:
+        return
+    raise ConfigurationError(f"Expected {wrong}. Received: {option}={path}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tarantella_pp.cli import inputs
 from tarantella_pp.cli.inputs import positive_int
 from tarantella_pp.cli.output import add_subcommands, check_target, write_table
-from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.files import replace_file
 from tarantella_pp.schedule.actions import Compute
 
@@ -101,8 +101,8 @@ def _limits(text: str) -> str | list[str]:
 
 
 def _make(arguments: argparse.Namespace) -> int:
-    check_target("--output", arguments.output)
-    check_target("--html", arguments.html)
+    check_target("--output", arguments.output, arguments.model)
+    check_target("--html", arguments.html, arguments.model, arguments.output)
     given = vars(arguments).items()
     options = {
         name: value for name, value in given if name not in _NO_OPTIONS and value is not None
@@ -128,7 +128,7 @@ def _make(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    check_target("--html", arguments.html)
+    check_target("--html", arguments.html, arguments.plan)
     return _write(inputs.load_plan(arguments.plan), arguments)
 
 
@@ -167,7 +167,7 @@ def _export(arguments: argparse.Namespace) -> int:
     settings = {
         "pipeline_parallel_degree": schedule.num_ranks,
         "pipeline_parallel_schedule_csv": f'"{table}"',
-        "pipeline_parallel_microbatch_size": -(-plan.batch_size // plan.num_micro_batches),
+        "pipeline_parallel_microbatch_size": plan.micro_batch_size,
         "module_fqns_per_model_part": f"the lists in {names}",
     }
     lines = "".join(f"{name} = {value}\n" for name, value in settings.items())
@@ -186,6 +186,11 @@ def _without_words(plan: Plan) -> Iterator[str]:
             yield f"stage {source} sends to stage {target}, past its neighbour"
     for tie in plan.ties:
         yield f"stages {', '.join(map(str, tie.stages))} share '{tie.weight}'"
+    if plan.batch_size != plan.micro_batch_size * plan.num_micro_batches * plan.num_replicas:
+        yield (
+            f"batch_size={plan.batch_size} makes {plan.num_micro_batches} micro-batches on "
+            f"{plan.num_replicas} replicas of unlike sizes; make a plan that divides it"
+        )
     if plan.recompute:
         yield "stages repeat their forward pass; use --recompute none, and its own checkpointing"
 
@@ -196,11 +201,10 @@ def _write(plan: Plan, arguments: argparse.Namespace) -> int:
         from tarantella_pp.partition.plan.page import render_html
 
         try:
-            Path(arguments.html).write_text(render_html(plan), encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(
-                f"Cannot write '{arguments.html}': {error.strerror}"
-            ) from error
+            page = render_html(plan)
+            replace_file(arguments.html, lambda draft: draft.write_text(page, encoding="utf-8"))
+        except FileError as error:
+            raise ConfigurationError(str(error)) from error
     if arguments.json:
         sys.stdout.write(f"{plan.to_json()}\n")
     else:

@@ -48,6 +48,8 @@ def test_show_writes_the_page(command, plan_file, tmp_path) -> None:
     (tmp_path / "b.html").symlink_to(tmp_path / "none" / "b.html")
     told = command.fails(2, "plan", "show", path, "--html", tmp_path / "b.html")
     assert f"Cannot write '{tmp_path}/b.html'" in told
+    for arguments in (["show", path, "--html", path], ["make", path, "--stages", 2, "-o", path]):
+        assert "does not read or write already" in command.fails(2, "plan", *arguments)
 
 
 EDGE = {"source": "a", "target": "b"}
@@ -162,7 +164,7 @@ def exported(command, plan_file):
 
     def export(schedule):
         ranks = tuple(stage % RANKS[schedule] for stage in range(4))
-        path = plan_file([0, 0, 1, 2, 2, 3], schedule=schedule, num_micro_batches=4, ranks=ranks)
+        path = plan_file([0, 0, 1, 2, 2, 3], schedule=schedule, num_replicas=2, ranks=ranks)
         assert command("plan", "export", "--to", "torchtitan", path) == 0
         rows = [
             line.split(",") for line in path.with_suffix(".schedule.csv").read_text().splitlines()
@@ -176,6 +178,7 @@ def exported(command, plan_file):
 def test_export_gives_torchtitan_the_schedule_and_the_split(command, exported, schedule) -> None:
     rows, modules = exported(schedule)
     assert f"pipeline_parallel_degree = {RANKS[schedule]}\n" in command.stdout
+    assert "pipeline_parallel_microbatch_size = 4\n" in command.stdout
     assert [len(names) for names in modules] == [2, 1, 2, 1]
     assert len(rows) == RANKS[schedule]
     for rank, row in enumerate(rows):
@@ -204,6 +207,7 @@ def test_export_refuses_what_torchtitan_has_no_words_for(command, plan_file) -> 
     for assignment, options, words in (
         ([0, 1, 2, 3], {"schedule": "zb-v"}, "schedule zb-v has stage 2 on rank 1, not on rank 0"),
         ([0, 1], {"recompute": (0,)}, "--recompute none"),
+        ([0, 1], {"batch_size": 30}, "batch_size=30 makes 4 micro-batches on 1 replicas"),
     ):
         path = plan_file(assignment, num_micro_batches=4, **options)
         told = command.fails(2, "plan", "export", "--to", "torchtitan", path)

@@ -29,7 +29,7 @@ from tarantella_pp.files import sync
 
 _NAME = re.compile(r"step-(\d{8,})")
 # What the name of one begins with that is being written, replaced or removed.
-DRAFT, _REPLACED, _REMOVED = ".writing-", ".replaced-", ".removed-"
+DRAFT, REPLACED, _REMOVED = ".writing-", ".replaced-", ".removed-"
 
 
 def name_of_step(step: int) -> str:
@@ -47,8 +47,8 @@ def checkpoints_in(directory: Path) -> list[Path]:
 
 def put_back(directory: Path) -> None:
     """Gives a checkpoint its name again if a kill came before another had taken its place."""
-    for replaced in directory.glob(f"{_REPLACED}*"):
-        target = replaced.with_name(replaced.name.removeprefix(_REPLACED))
+    for replaced in directory.glob(f"{REPLACED}*"):
+        target = replaced.with_name(replaced.name.removeprefix(REPLACED))
         if not target.exists():
             os.replace(replaced, target)
 
@@ -56,7 +56,7 @@ def put_back(directory: Path) -> None:
 def remove_leftovers(directory: Path) -> None:
     """Makes the directory, and removes what a kill has left in it."""
     directory.mkdir(parents=True, exist_ok=True)
-    for kind in (DRAFT, _REPLACED, _REMOVED):
+    for kind in (DRAFT, REPLACED, _REMOVED):
         for left in directory.glob(f"{kind}*"):
             shutil.rmtree(left)
 
@@ -82,7 +82,7 @@ def publish(draft: Path, manifest: bytes) -> None:
         sync(draft / name)
     sync(draft)
     target = draft.with_name(draft.stem.removeprefix(DRAFT))
-    replaced = draft.with_name(f"{_REPLACED}{target.name}")
+    replaced = draft.with_name(f"{REPLACED}{target.name}")
     if target.exists():  # damaged, or written after the last step of an epoch, before its end
         os.replace(target, replaced)
     try:
@@ -205,17 +205,17 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         text, checksum = path.read_bytes(), (folder / CHECKSUM).read_bytes()
-    except OSError as error:
+        if checksum != checksum_of(text):
+            raise ValueError("it has other contents than were written (its checksum differs)")
+        number = (found := json.loads(text)).get("format")
+        if number == FORMAT:
+            return msgspec.convert(found, Manifest)
+    except (OSError, ValueError, AttributeError, RecursionError, msgspec.MsgspecError) as error:
         raise FileError(f"'{path}' is damaged: {error}") from error
-    if checksum != checksum_of(text):
-        raise FileError(f"'{path}' has other contents than were written (its checksum differs)")
-    found = json.loads(text)
-    if found.get("format") != FORMAT:
-        raise FormatError(
-            f"'{path}' has format {found.get('format')}, this version reads {FORMAT}: use the "
-            "version of tarantella_pp that has written it, or end that run with it."
-        )
-    return msgspec.convert(found, Manifest)
+    raise FormatError(
+        f"'{path}' has format {number}, this version reads {FORMAT}: use the version of "
+        "tarantella_pp that has written it, or end that run with it."
+    )
 
 
 def checksum_of(manifest: bytes) -> bytes:

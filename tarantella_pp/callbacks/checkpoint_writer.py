@@ -64,7 +64,8 @@ class CheckpointWriter:
         for thread in threading.enumerate():  # of a `fit` that an error has ended
             if thread.name.startswith(_THREAD):
                 thread.join()
-        self._known = {path.name for path in checkpoint_folder.checkpoints_in(directory)}
+        names = [path.name for path in directory.glob("*step-*")]  # some will be put back
+        self._known = {name.removeprefix(checkpoint_folder.REPLACED) for name in names}
 
     def prepare(self) -> None:
         """Makes sure that there is a directory to write to; takes all ranks."""

@@ -80,6 +80,11 @@ def replaced(path, old, new):
     path.write_bytes(data.replace(old, new))
 
 
+def signed(path, text):
+    path.write_bytes(text)
+    path.with_suffix(".json.sha256").write_bytes(checksum_of(text))
+
+
 DAMAGE = {
     "flipped": ("rank-00000.safetensors", flipped),
     "shortened": ("rank-00000.safetensors", shortened),
@@ -87,6 +92,8 @@ DAMAGE = {
     "manifest": ("manifest.json", shortened),
     "another epoch": ("manifest.json", lambda path: replaced(path, b'"epoch": 2', b'"epoch": 1')),
     "no manifest": ("manifest.json", lambda path: path.unlink()),
+    "no JSON": ("manifest.json", lambda path: signed(path, b"{")),
+    "not ours": ("manifest.json", lambda path: signed(path, b'{"format": 2}')),
 }
 
 
@@ -100,9 +107,11 @@ def test_a_damaged_checkpoint_is_named(run, capsys, kind):
     assert f"step-00000006/{name}'" in capsys.readouterr().out
 
 
-def test_of_damaged_checkpoints_the_one_before_is_taken(run, caplog):
+@pytest.mark.parametrize("kind", ["flipped", "not ours"])
+def test_of_damaged_checkpoints_the_one_before_is_taken(run, caplog, kind):
     directory, expected = run
-    flipped(directory / "step-00000006" / "rank-00000.safetensors")
+    DAMAGE[kind][1](directory / "step-00000006" / DAMAGE[kind][0])
+    (directory / "step-00000005").rename(directory / ".replaced-step-00000005")  # by a kill
     assert fit(directory) == expected
     assert "step-00000006" in caplog.messages[0]
     assert "step-00000005', which has trained 1 epoch, step 2 of the next" in caplog.text
@@ -122,9 +131,8 @@ def test_nothing_begins_anew_where_all_checkpoints_are_damaged(run):
 def test_another_format_is_not_taken_for_damage(run, capsys):
     directory, _ = run
     for path in directory.iterdir():
-        replaced(path / "manifest.json", b'"format": 2', b'"format": 1')
-        text = (path / "manifest.json").read_bytes()
-        (path / "manifest.json.sha256").write_bytes(checksum_of(text))
+        path /= "manifest.json"
+        signed(path, path.read_bytes().replace(b'"format": 2', b'"format": 1'))
     before = contents(directory)
     with pytest.raises(FormatError, match=r"has format 1, .* use the version .* end that") as told:
         fit(directory)

@@ -68,6 +68,7 @@ class Launcher(abc.ABC):
     local_rank_variable: ClassVar[str]
     # Whether it ends when the remote shell of a host has ended, as ssh does for a dead one.
     notices_dead_hosts: ClassVar[bool] = True
+    hands_on_input: ClassVar[bool] = True  # of any length
 
     @abc.abstractmethod
     def command(self, job: Job) -> list[str]:
@@ -95,7 +96,7 @@ class Mpich(Launcher):
 
     rank_variable = "PMI_RANK"
     local_rank_variable = "MPI_LOCALRANKID"
-    notices_dead_hosts = False
+    notices_dead_hosts = hands_on_input = False
 
     def command(self, job: Job) -> list[str]:
         options = ["-hosts", _slots(job.hosts)] if job.hosts else []

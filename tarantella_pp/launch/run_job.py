@@ -182,10 +182,13 @@ class JobRun:
 
     def _start(self) -> subprocess.Popen[bytes]:
         parent, command, size = os.getpid(), self._attempt.command, self._attempt.num_ranks
+        # MPICH's ends a job whose rank 0 does not take 64 KiB at once: on this host it opens ours.
+        hands_on = self._launcher.hands_on_input or self._hosts or not sys.stdin or os.isatty(0)
         try:
             return subprocess.Popen(
                 list(command),
                 env={**self._attempt.environment, SIZE_VARIABLE: str(size)},
+                stdin=None if hands_on else subprocess.DEVNULL,
                 stderr=self._stderr.descriptor,
                 start_new_session=True,
                 preexec_fn=lambda: processes.die_with_parent(parent),

@@ -16,6 +16,7 @@ import functools
 import io
 import logging
 import os
+import pathlib
 import runpy
 import signal
 import socket
@@ -24,6 +25,8 @@ import time
 import types
 from collections.abc import Mapping
 from typing import Any
+
+import psutil
 
 from tarantella_pp.cause import describe
 from tarantella_pp.errors import LaunchError
@@ -82,6 +85,8 @@ def _start_rank(parent: int) -> int:
     records.write(_STANDARD_ERROR, rank, state=records.STARTED, host=socket.gethostname())
     if rank:  # MPICH gives the others a pipe that nobody writes to, nor closes
         os.dup2(os.open(os.devnull, os.O_RDONLY), _STANDARD_INPUT)
+    else:
+        _open_input()
     child = os.fork()
     if child:
         return _keep(rank, child)
@@ -91,6 +96,18 @@ def _start_rank(parent: int) -> int:
     report = functools.partial(_report, os.dup(_STANDARD_ERROR), rank)
     words = [word if word.strip(":") else word.removeprefix(":") for word in sys.argv[1:]]
     return run_script(words, Guard(rank, size, report))
+
+
+def _open_input() -> None:
+    """Reads on where the launcher's own input is, if MPI has been given none to hand on."""
+    with contextlib.suppress(OSError, ValueError, psutil.Error):
+        mpi, launcher = (above.pid for above in psutil.Process().parents()[2:4])
+        if os.readlink(f"/proc/{mpi}/fd/{_STANDARD_INPUT}") == os.devnull:
+            file = os.open(f"/proc/{launcher}/fd/{_STANDARD_INPUT}", os.O_RDONLY | os.O_NONBLOCK)
+            os.set_blocking(file, True)
+            os.dup2(file, _STANDARD_INPUT)
+            info = pathlib.Path(f"/proc/{launcher}/fdinfo/{_STANDARD_INPUT}").read_text()
+            os.lseek(file, int(info.split()[1]), os.SEEK_SET)  # none of a pipe
 
 
 def _report(file: int, rank: int, **fields: Any) -> None:

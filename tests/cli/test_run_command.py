@@ -49,13 +49,17 @@ def test_all_ranks_of_a_hostfile_print_when_asked(python, tmp_path):
     assert not [line for line in lines if line.startswith("hello")]  # the rank comes first
 
 
-def test_options_reach_the_ranks_which_all_log_when_asked(python):
+def test_options_reach_the_ranks_which_all_log_when_asked(python, tmp_path):
+    given = tmp_path / "input"
+    given.write_text(10**6 * "x")
     options = [*("-x", "A=1", "-x", "GREETING=hi there", "-x", "B="), "--threads", "3", "-n", "2"]
     options += ["--no-gpu", "--log-level=INFO"]
     options += ["--python-interpreter", f"env C=4 {python} -O"]
     for more, infos in (([], [0]), (["--log-on-all-devices"], [0, 1])):
-        result = tarantella(python, *options, *more, "hello.py").ends(0)
-        assert result.stdout.splitlines()[2] == "threads 3, 1 'hi there' '' '4', gpu -1, -O 1"
+        with given.open() as file:
+            result = tarantella(python, *options, *more, "hello.py", stdin=file).ends(0)
+        line = result.stdout.splitlines()[2]
+        assert line == "threads 3, 1 'hi there' '' '4', gpu -1, -O 1 read 1000000"
         assert result.stderr.count("warning told") == 2
         lines = sorted(line for line in result.stderr.splitlines() if "info told" in line)
         assert lines == [f"rank {rank}: info told" for rank in infos]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 import uuid
+from typing import Any
 
 import psutil
 
@@ -39,19 +40,17 @@ def _as_from_a_terminal() -> None:
 class Job:
     """A command that may start processes of its own; all are killed on leaving the block."""
 
-    def __init__(self, *command: str, **environment: str) -> None:
+    def __init__(self, *command: str, stdin: Any = None, **environment: str) -> None:
         self._mark = uuid.uuid4().hex
         inherited = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
         self._process = subprocess.Popen(
             command,
             cwd=SCRIPTS,
             env={**inherited, "PYTHONPATH": PYTHONPATH, MARK: self._mark, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
+            stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, errors="replace",
             preexec_fn=_as_from_a_terminal,
-        )
+        )  # fmt: skip
         self._start = time.monotonic()
         self._seen = ""
 
@@ -110,7 +109,7 @@ class Job:
             return False
 
 
-def tarantella(python: str, *arguments: str, **environment: str) -> Job:
+def tarantella(python: str, *arguments: str, **environment: Any) -> Job:
     return Job(python, "-m", "tarantella_pp", *arguments, **environment)
 
 

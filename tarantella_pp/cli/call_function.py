@@ -5,6 +5,7 @@ Function and result travel through memory without a name, so that no kill leaves
     this process                                 the last of the ranks, or all
     function, arguments   -- /proc/PID/fd/A -->  called
     result                <-- /proc/PID/fd/B --  returned
+    exception             <-- /proc/PID/fd/C --  what `tarantella` says of the first failure
     cell, terminal        <-- pipes -----------  printed, as `tarantella` shows it
 """
 
@@ -29,7 +30,6 @@ from tarantella_pp.launch.records import SIZE_VARIABLE
 
 # How long a job may take to end that is interrupted here.
 _END_SECONDS = 15.0
-_TRACEBACK = "Traceback (most recent call last)"
 
 
 def run(function: Callable[..., Any], ranks: int = 4, *args: Any) -> Any:
@@ -69,22 +69,23 @@ def run(function: Callable[..., Any], ranks: int = 4, *args: Any) -> Any:
         )
     call = _pickled(function, args)
     find_launcher("auto")
-    with _memory(call) as given, _memory() as found:
-        numbers = [str(number) for number in (os.getpid(), count, given.fileno(), found.fileno())]
+    terminal = getattr(sys.stdout, "isatty", bool)() or "ipykernel" in sys.modules
+    with _memory(call) as given, _memory() as found, _memory() as told:
+        files = (given.fileno(), found.fileno(), told.fileno())
         job = subprocess.Popen(
-            [sys.executable, "-m", __name__, *numbers],
+            [sys.executable, "-m", __name__, *map(str, (os.getpid(), count, *files))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # an interrupt comes from here, and once
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                "TNT_TERMINAL": str(int(sys.stdout.isatty() or "ipykernel" in sys.modules)),
+                "PYTHONPATH": os.pathsep.join(map(str, filter(None, sys.path))),
+                "TNT_TERMINAL": str(int(terminal)),
             },
         )
         try:
-            last_words = _shown(job)
+            _show(job)
         except BaseException:
             job.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -95,7 +96,7 @@ def run(function: Callable[..., Any], ranks: int = 4, *args: Any) -> Any:
             job.communicate()
             sweep()
         if job.returncode:
-            trace, _, line = last_words.strip().rpartition("\n")
+            trace, _, line = told.read().decode().strip().rpartition("\n")
             raise LaunchError(f"{line.removeprefix('tarantella: ')}\n\n{trace}".strip())
         if not (result := found.read()):
             raise LaunchError("The last rank has ended before the function returned (sys.exit?).")
@@ -124,9 +125,8 @@ def _memory(content: bytes = b"") -> IO[bytes]:
     return file
 
 
-def _shown(job: subprocess.Popen[bytes]) -> str:
-    """Passes on what a job prints, as it comes; returns its last words on standard error."""
-    words, held = "", False
+def _show(job: subprocess.Popen[bytes]) -> None:
+    """Passes on what the ranks of a job print, as it comes, until the job has ended."""
     decoder = codecs.getincrementaldecoder("utf-8")
     with selectors.DefaultSelector() as pipes:
         for pipe, stream in ((job.stdout, sys.stdout), (job.stderr, sys.stderr)):
@@ -137,28 +137,22 @@ def _shown(job: subprocess.Popen[bytes]) -> str:
                 piece = text.decode(read := os.read(key.fd, 1 << 16), final=not read)
                 if not read:
                     pipes.unregister(key.fileobj)
-                of_errors = key.fileobj is job.stderr
-                if of_errors and piece:
-                    # A traceback, if it is the last, becomes an exception.
-                    held |= _TRACEBACK in piece
-                    words = words + piece if held else piece
-                if not (held and of_errors):
+                if stream is not None:
                     stream.write(piece)
                     stream.flush()
     job.wait()
-    if held and not job.returncode:
-        sys.stderr.write(words)
-    return words
 
 
 def _start() -> int:
     """The job's own process, which ends when the one that has called `run` is gone."""
-    parent, ranks, given, found = sys.argv[1:]
+    parent, ranks, *numbers = sys.argv[1:]
     # Ignored in what `nohup` or a shell starts in the background, and so here: nothing would end.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     die_with_parent(int(parent), signal.SIGINT)
-    paths = [f"/proc/{parent}/fd/{number}" for number in (given, found)]
-    return main(["-n", ranks, "--", "-m", "tarantella_pp.launch.called_function", *paths])
+    *paths, told = [f"/proc/{parent}/fd/{number}" for number in numbers]
+    call = ["-n", ranks, "--", "-m", "tarantella_pp.launch.called_function", *paths]
+    with open(told, "w", errors="backslashreplace") as ours, contextlib.redirect_stderr(ours):
+        return main(call)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,14 @@ class Odd(Exception):
 
 def test_the_last_rank_returns_prints_and_fails_for_all(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.path[0] = tmp_path  # some have put a Path there
     factor = 3
 
     def product(number):
         print(f"on rank {tnt.get_rank()}{sys.stdin.read()}")
         if number < 0:
+            sys.stderr.write("Traceback (most recent call last): of one that was caught\n")
             raise ValueError(f"no such number: {number}")
         return tnt.get_rank(), tnt.get_size(), factor * number
 
@@ -37,6 +40,8 @@ def test_the_last_rank_returns_prints_and_fails_for_all(capsys, monkeypatch, tmp
     assert capsys.readouterr().out == "on rank 1\n"
     with pytest.raises(LaunchError, match=r"(?s)^rank \d of 2.*ValueError: no such.*Traceback"):
         tnt.run(product, 2, -1)
+    assert "Traceback (most recent call last): of one that was caught\n" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdout", None)
     for makes in (threading.Lock, lambda: Odd(1, 2)):  # the second is pickled, but not read
         with pytest.raises(LaunchError, match=r"cannot be sent back \(TypeError: .*Return arrays"):
             tnt.run(makes, 1)

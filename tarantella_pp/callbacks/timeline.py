@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import tempfile
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -17,7 +19,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.files import replace_file
 from tarantella_pp.runtime import executor
 from tarantella_pp.runtime.comm.machine import clock_offset
@@ -87,9 +89,9 @@ class Timeline(keras.callbacks.Callback):
         """Begins to record."""
         self._recorder = executor.Recorder(self._wanted)
         self._steps = ()
+        if self._path is not None and self._engine().prints:
+            _check_place(self._path)
         self._engine().record(self._recorder)
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
         """Adds to the logs how time was spent; all ranks come here together."""
@@ -105,7 +107,10 @@ class Timeline(keras.callbacks.Callback):
         offset = clock_offset(engine.groups.pipeline)
         self._steps = executor.gather_steps(self._recorder.steps, offset, engine.groups.pipeline)
         if self._path is not None and engine.prints:
-            write_trace(self._path, self._steps)
+            try:
+                write_trace(self._path, self._steps)
+            except FileError as error:  # the model is trained, and its script goes on
+                warnings.warn(f"There is no trace of this training: {error}", stacklevel=2)
 
     def summary(self) -> None:
         """Prints where each rank's time went.
@@ -172,6 +177,18 @@ def _period(steps: Sequence[executor.RecordedStep], rank: int) -> float:
     starts = {step.number: step.bounds[rank][0] for step in steps}
     ends = {step.number: step.bounds[rank][1] for step in steps}
     return median(starts.get(number + 1, ends[number]) - starts[number] for number in starts)
+
+
+def _check_place(path: Path) -> None:
+    """Makes the folder of a trace, and refuses a place where none can be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            problem = "it is a folder" if path.is_dir() else ""
+    except OSError as error:
+        problem = str(error)
+    if problem:
+        raise ConfigurationError(f"No trace can be written there: {problem}. Received: path={path}")
 
 
 def write_trace(path: Path, steps: Sequence[executor.RecordedStep]) -> None:

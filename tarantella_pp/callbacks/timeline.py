@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -90,7 +90,9 @@ class Timeline(keras.callbacks.Callback):
         self._recorder = executor.Recorder(self._wanted)
         self._steps = ()
         if self._path is not None and self._engine().prints:
-            _check_place(self._path)
+            with contextlib.suppress(OSError):  # which the next line says
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_trace(self._path, ())  # what cannot be written is refused before training
         self._engine().record(self._recorder)
 
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
@@ -177,18 +179,6 @@ def _period(steps: Sequence[executor.RecordedStep], rank: int) -> float:
     starts = {step.number: step.bounds[rank][0] for step in steps}
     ends = {step.number: step.bounds[rank][1] for step in steps}
     return median(starts.get(number + 1, ends[number]) - starts[number] for number in starts)
-
-
-def _check_place(path: Path) -> None:
-    """Makes the folder of a trace, and refuses a place where none can be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            problem = "it is a folder" if path.is_dir() else ""
-    except OSError as error:
-        problem = str(error)
-    if problem:
-        raise ConfigurationError(f"No trace can be written there: {problem}. Received: path={path}")
 
 
 def write_trace(path: Path, steps: Sequence[executor.RecordedStep]) -> None:

@@ -79,7 +79,7 @@ def _list(read: dict[Path, Manifest | str]) -> Any:
         figures = (manifest.step, manifest.epoch, manifest.epoch_step)
         rows.append((path.name, *figures, size, manifest.written))
     heads = ("Checkpoint", "Step", "Epochs", "+ steps", "Size", "Written")
-    return table(heads, rows, left=("Checkpoint", "Written"))
+    return table(heads, rows, left=("Checkpoint", "Written"), folded=("Written",))
 
 
 def _details(manifest: Manifest) -> Iterator[Any]:

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -63,6 +64,13 @@ def positive_seconds(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"Expected more than 0 seconds. Received: {text!r}")
     return value
+
+
+def shell_words(text: str) -> str:
+    """Reads words as a shell would take them: their quotes must be closed."""
+    with contextlib.suppress(ValueError):
+        return text if shlex.split(text) else ""
+    raise argparse.ArgumentTypeError(f"Expected words with closed quotes. Received: {text!r}")
 
 
 def load_plan(path: str) -> Plan:

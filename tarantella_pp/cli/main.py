@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -21,15 +23,16 @@ COMMANDS = {
     "demo": "train a small network on handwritten digits, on two ranks",
     "doctor": "check versions, MPI, cores and links of this host or of all in a hostfile",
 }
-# What options and files that make no sense raise; everything else is a failure.
-WRONG_INPUT = (ConfigurationError, GraphError, ScheduleError)
 # As a shell says that SIGPIPE ended a command.
 BROKEN_PIPE = 141
+# What options and files that make no sense raise; everything else is a failure.
+WRONG_INPUT = (ConfigurationError, GraphError, ScheduleError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; errors are one line on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    sys.stdout = sys.stdout or io.StringIO()  # none where it is closed
     explicit = bool(arguments) and arguments[0] in COMMANDS
     name = arguments.pop(0) if explicit else "run"
     # Only the module of this command: others load what takes seconds.
@@ -53,10 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TarantellaError as error:
         sys.stderr.write(f"{parser.prog}: {one_line(error)}\n")
         return USAGE_ERROR if isinstance(error, WRONG_INPUT) else FAILURE
-    except BrokenPipeError:
-        # The reader is gone, e.g. `| head`: there is nobody left to tell, now or at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+    except (OSError, UnicodeError) as error:
+        # What is left would fail again at exit, e.g. where the reader is gone as behind `| head`.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return BROKEN_PIPE
+        sys.stderr.write(f"{parser.prog}: {one_line(error)}\n")
+        return FAILURE
     except KeyboardInterrupt:
         return 130
     return code

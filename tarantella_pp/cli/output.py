@@ -55,6 +55,7 @@ def write_table(*parts: Any) -> None:
     from rich.text import Text
 
     console = Console(highlight=False, markup=False, emoji=False)
+    console.width = console.width or 80  # COLUMNS=0 would show nothing
     for part in parts:
         whole = not console.is_terminal and isinstance(part, str | Text)
         wrap = console.options.update(no_wrap=whole, overflow="ignore" if whole else None)

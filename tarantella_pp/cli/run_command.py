@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tarantella_pp.cli.inputs import positive_int, positive_seconds
+from tarantella_pp.cli.inputs import positive_int, positive_seconds, shell_words
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -70,10 +70,11 @@ def add_reach(parser: argparse.ArgumentParser) -> None:
         help="hosts to run on, one per line: `host`, `host:4` or `host slots=4`")  # fmt: skip
     add("--mpi", default="auto", choices=("auto", "mpich", "openmpi", "slurm"),
         help="MPI that starts the ranks (default: the one mpi4py loads)")  # fmt: skip
-    add("--remote-shell", metavar="CMD",
+    add("--remote-shell", metavar="CMD", type=shell_words,
         help="what reaches other hosts, e.g. 'ssh -p 2222' (default: ssh)")  # fmt: skip
-    add("--mpi-args", metavar="ARGS", help="further options for the MPI's own launcher")
-    add("--python-interpreter", metavar="CMD",
+    add("--mpi-args", metavar="ARGS", type=shell_words,
+        help="further options for the MPI's own launcher")  # fmt: skip
+    add("--python-interpreter", metavar="CMD", type=shell_words,
         help="what runs the script on each rank (default: this Python)")  # fmt: skip
 
 

@@ -66,9 +66,9 @@ class Launcher(abc.ABC):
     executable: str
     rank_variable: ClassVar[str]
     local_rank_variable: ClassVar[str]
-    # Whether it ends when the remote shell of a host has ended, as ssh does for a dead one.
-    notices_dead_hosts: ClassVar[bool] = True
-    hands_on_input: ClassVar[bool] = True  # of any length
+    # Whether it neither ends when the remote shell of a host has, as ssh does for a dead one, nor
+    # hands on more than 64 KiB of input that rank 0 does not read at once.
+    is_hydra: ClassVar[bool] = False
 
     @abc.abstractmethod
     def command(self, job: Job) -> list[str]:
@@ -96,7 +96,7 @@ class Mpich(Launcher):
 
     rank_variable = "PMI_RANK"
     local_rank_variable = "MPI_LOCALRANKID"
-    notices_dead_hosts = hands_on_input = False
+    is_hydra = True
 
     def command(self, job: Job) -> list[str]:
         options = ["-hosts", _slots(job.hosts)] if job.hosts else []

@@ -63,6 +63,7 @@ class Exit(enum.IntEnum):
     PREEMPTED = 75
     TIMEOUT = 124
     INTERRUPTED = 130
+    BROKEN_PIPE = 141
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,13 +183,12 @@ class JobRun:
 
     def _start(self) -> subprocess.Popen[bytes]:
         parent, command, size = os.getpid(), self._attempt.command, self._attempt.num_ranks
-        # MPICH's ends a job whose rank 0 does not take 64 KiB at once: on this host it opens ours.
-        hands_on = self._launcher.hands_on_input or self._hosts or not sys.stdin or os.isatty(0)
+        by_mpi = not self._launcher.is_hydra or self._hosts or not sys.stdin or os.isatty(0)
         try:
             return subprocess.Popen(
                 list(command),
                 env={**self._attempt.environment, SIZE_VARIABLE: str(size)},
-                stdin=None if hands_on else subprocess.DEVNULL,
+                stdin=None if by_mpi else subprocess.DEVNULL,  # then rank 0 opens ours
                 stderr=self._stderr.descriptor,
                 start_new_session=True,
                 preexec_fn=lambda: processes.die_with_parent(parent),
@@ -214,6 +214,9 @@ class JobRun:
                     self._passed_on = True
                     self._files |= processes.shared_memory()
                     mpi.send_signal(self._launcher.signal_for(stop.number))
+            elif mpi.returncode == -signal.SIGPIPE:  # as behind `| head`
+                _tell("the job was ended, for nobody reads its output any more")
+                return Exit.BROKEN_PIPE
             elif failure is not None:
                 self._settle(SETTLE_SECONDS)
                 return self._report_failure(records.first_failure() or failure, mpi)
@@ -252,7 +255,7 @@ class JobRun:
     def _on_dead_host(self, mpi: int) -> Record | None:
         """Returns the failure of a rank whose host is dead: MPICH does not look at its ssh."""
         now = time.monotonic()
-        if self._launcher.notices_dead_hosts or not self._hosts or now < self._next_look:
+        if not self._launcher.is_hydra or not self._hosts or now < self._next_look:
             return None
         self._next_look = now + LOOK_SECONDS
         for host, shell in self._shells.items():

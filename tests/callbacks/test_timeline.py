@@ -19,7 +19,7 @@ from tarantella_pp.callbacks.timeline import (
     trace_events,
     write_trace,
 )
-from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.runtime.executor import LOGS, UPDATE, RecordedStep, Span
 from tarantella_pp.schedule import Costs, LinkCosts, StageCosts, lower, make_schedule, simulate
 from tests.helpers.files import error_of
@@ -193,12 +193,14 @@ def test_the_callback_in_one_process(tmp_path, capsys):
     assert "1f1b, 4 micro-batches of a batch of 8" in printed
     assert "Bubble in this: " in printed
 
-    late = tnt.callbacks.Timeline(tmp_path / "late")
-    makes = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: (tmp_path / "late").mkdir())
-    with pytest.warns(UserWarning, match="no trace of this training: .*late': Is a directory"):
-        model.fit(x, y, batch_size=8, verbose=0, callbacks=[late, makes])
-    with pytest.raises(ConfigurationError, match=r"it is a folder. Received: path=.*late"):
-        model.fit(x, y, batch_size=8, verbose=0, callbacks=[late])
+    late = tnt.callbacks.Timeline(tmp_path / "late" / "t")
+    gone = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda *_: (tmp_path / "late").rename(tmp_path / "old")
+    )
+    with pytest.warns(UserWarning, match="no trace of this training: .*late/t': No such file"):
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[late, gone])
+    with pytest.raises(FileError, match="Is a directory"):
+        model.fit(x, y, verbose=0, callbacks=[tnt.callbacks.Timeline(tmp_path)])
     fails = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model.fit(x, y, batch_size=8, verbose=0, callbacks=[timeline, fails])

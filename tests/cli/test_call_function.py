@@ -25,8 +25,7 @@ class Odd(Exception):
 
 def test_the_last_rank_returns_prints_and_fails_for_all(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.syspath_prepend(tmp_path)
-    sys.path[0] = tmp_path  # some have put a Path there
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])
     factor = 3
 
     def product(number):

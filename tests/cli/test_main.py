@@ -36,6 +36,7 @@ def test_help_and_version_of_a_process_of_its_own() -> None:
         (["-x", "TNT_SURELY_NOT_SET", __file__], "no such variable"),
         (["--hostfile", "missing", __file__], "Cannot read --hostfile missing"),
         (["--thread", "2", "x.py"], "--thread"),
+        (["--python-interpreter", "'", "x.py"], "closed quotes. Received:"),
         ([], "usage: tarantella"),
     ],
 )

@@ -109,9 +109,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._shuffle = shuffle
         self._callbacks: dict[str, Any] = {}
         self._ranks = engine.communicator
-        self._writer = CheckpointWriter(
-            self._ranks, self.directory, self.keep, sorted(engine.stages)
-        )
+        stages = sorted(engine.stages)
+        self._writer = CheckpointWriter(self._ranks, self.directory, self.keep, stages)
         self._share = model._state_share()
         self._facts: dict[str, Any] = {}
         self._configs: dict[str, Any] = {}
@@ -323,13 +322,9 @@ class Checkpoint(keras.callbacks.Callback):
             own |= self._best_weights()
         states = {name: _json_state(name, each) for name, each in self._callbacks.items()}
         state = {
-            "step": self._step,
-            "epoch": self._epoch,
-            "epoch_step": self._epoch_step,
-            "initial_epoch": self._initial_epoch,
-            "learning_rate": _learning_rate_of(model),
-            "position": position,
-            "facts": self._facts,
+            "step": self._step, "epoch": self._epoch, "epoch_step": self._epoch_step,
+            "initial_epoch": self._initial_epoch, "learning_rate": _learning_rate_of(model),
+            "position": position, "facts": self._facts,
             "history": {name: list(values) for name, values in self._history.items()},
             "logs": {name: _number(value) for name, value in engine.logs.items()},
             "callbacks": self._merged(states),
@@ -337,7 +332,7 @@ class Checkpoint(keras.callbacks.Callback):
             **self._configs,
             "versions": {"keras": keras.__version__, "tensorflow": tf.__version__},
             "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        }
+        }  # fmt: skip
         self._writer.write(own, state)
         self._written = now
 

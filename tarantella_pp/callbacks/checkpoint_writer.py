@@ -81,10 +81,8 @@ class CheckpointWriter:
         """Begins to write this rank's tensors, the first rank's state; takes all ranks."""
         self.finish()
         directory, name = self._directory, checkpoint_folder.name_of_step(state["step"])
-        begin = checkpoint_folder.begin_draft
-        draft = Path(
-            self._on_first(name, lambda: str(begin(directory, state["step"], self._known)))
-        )
+        begin, step = checkpoint_folder.begin_draft, state["step"]
+        draft = Path(self._on_first(name, lambda: str(begin(directory, step, self._known))))
         specs = {
             key: (each.dtype.name, each.shape) if isinstance(each, np.ndarray) else spec_of(each)
             for key, each in own.items()

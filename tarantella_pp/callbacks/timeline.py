@@ -65,6 +65,7 @@ class Timeline(keras.callbacks.Callback):
 
     Raises:
         ConfigurationError: If `steps` names no step.
+        FileError: When training begins, if the file cannot be written.
 
     Example::
 
@@ -144,21 +145,13 @@ def summary_table(steps: Sequence[executor.RecordedStep]) -> Group:
     rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("Rank", "Stages", *_COLUMNS, "Other", "Step ms", "Busy"):
         rows.add_column(name, justify="right", no_wrap=True)
+    kinds = (*_COLUMNS.values(), lambda span: executor.is_busy(span.what))
     for rank in range(schedule.num_ranks):
-        parts = [
-            median(_seconds(step.spans[rank], wanted) for step in steps)
-            for wanted in _COLUMNS.values()
-        ]
-        busy = median(
-            _seconds(step.spans[rank], lambda s: executor.is_busy(s.what)) for step in steps
-        )
+        *parts, busy = (median(_seconds(s.spans[rank], wanted) for s in steps) for wanted in kinds)
         period = _period(steps, rank)
-        rows.add_row(
-            str(rank),
-            ", ".join(map(str, schedule.stages_of(rank))),
-            *(f"{1e3 * seconds:.2f}" for seconds in (*parts, period - sum(parts), period)),
-            f"{100 * busy / period:.1f}%",
-        )
+        stages = ", ".join(map(str, schedule.stages_of(rank)))
+        times = (f"{1e3 * seconds:.2f}" for seconds in (*parts, period - sum(parts), period))
+        rows.add_row(str(rank), stages, *times, f"{100 * busy / period:.1f}%")
     several = "" if schedule.num_micro_batches == 1 else "es"
     title = (
         f"{schedule.name}, {schedule.num_micro_batches} micro-batch{several} of a batch of "

@@ -70,8 +70,8 @@ def run(function: Callable[..., Any], ranks: int = 4, *args: Any) -> Any:
     call = _pickled(function, args)
     find_launcher("auto")
     terminal = getattr(sys.stdout, "isatty", bool)() or "ipykernel" in sys.modules
-    with _memory(call) as given, _memory() as found, _memory() as told:
-        files = (given.fileno(), found.fileno(), told.fileno())
+    with _memory(call) as given, _memory() as found, _memory() as said:
+        files = (given.fileno(), found.fileno(), said.fileno())
         job = subprocess.Popen(
             [sys.executable, "-m", __name__, *map(str, (os.getpid(), count, *files))],
             stdin=subprocess.DEVNULL,
@@ -96,7 +96,7 @@ def run(function: Callable[..., Any], ranks: int = 4, *args: Any) -> Any:
             job.communicate()
             sweep()
         if job.returncode:
-            trace, _, line = told.read().decode().strip().rpartition("\n")
+            trace, _, line = said.read().decode().strip().rpartition("\n")
             raise LaunchError(f"{line.removeprefix('tarantella: ')}\n\n{trace}".strip())
         if not (result := found.read()):
             raise LaunchError("The last rank has ended before the function returned (sys.exit?).")
@@ -149,9 +149,9 @@ def _start() -> int:
     # Ignored in what `nohup` or a shell starts in the background, and so here: nothing would end.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     die_with_parent(int(parent), signal.SIGINT)
-    *paths, told = [f"/proc/{parent}/fd/{number}" for number in numbers]
+    *paths, said = [f"/proc/{parent}/fd/{number}" for number in numbers]
     call = ["-n", ranks, "--", "-m", "tarantella_pp.launch.called_function", *paths]
-    with open(told, "w", errors="backslashreplace") as ours, contextlib.redirect_stderr(ours):
+    with open(said, "w", errors="backslashreplace") as ours, contextlib.redirect_stderr(ours):
         return main(call)
 
 

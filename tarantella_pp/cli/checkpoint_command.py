@@ -62,8 +62,7 @@ def _show(arguments: argparse.Namespace) -> int:
         except FileError as error:
             read[path] = str(error)
     whole = [manifest for manifest in read.values() if not isinstance(manifest, str)]
-    write_table(_list(read))
-    write_table(*(part for manifest in whole[:1] for part in _details(manifest)))
+    write_table(_list(read), *(part for manifest in whole[:1] for part in _details(manifest)))
     return 0 if whole else FAILURE
 
 
@@ -112,10 +111,8 @@ def _convert(arguments: argparse.Namespace) -> int:
     check_target("OUTPUT", arguments.output)
     folder, manifest = _newest_whole(_found_in(arguments.source))
     model = _restored(folder, manifest, arguments.model)
-    if arguments.output.endswith(".keras"):
-        model.save(arguments.output)
-    else:
-        model.save_weights(arguments.output)
+    save = model.save if arguments.output.endswith(".keras") else model.save_weights
+    save(arguments.output)
     write_table(f"Wrote {arguments.output} from {folder}: {manifest.where()}.")
     return 0
 

@@ -31,12 +31,9 @@ from tarantella_pp.partition.graph.units import count
 JOB_SECONDS, WAIT_SECONDS = 90, 20
 # What is compared, with what a table calls it.
 VERSIONS = {
-    "python": "Python",
-    "tarantella_pp": "tarantella",
-    "tensorflow": "TensorFlow",
-    "keras": "Keras",
+    "python": "Python", "tarantella_pp": "tarantella", "tensorflow": "TensorFlow", "keras": "Keras",
     "MPI": "MPI",
-}
+}  # fmt: skip
 _MISSING = {
     **INSTALL,
     "MPI": "mpi4py and an MPI library, as with `pip install mpi4py mpich`, or your site's module",

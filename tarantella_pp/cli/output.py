@@ -29,10 +29,9 @@ def add_subcommands(
     chosen = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     parsers = []
     for name, (run, text) in commands.items():
-        parsers.append(
-            chosen.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        )
-        parsers[-1].set_defaults(run=run)
+        made = chosen.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        made.set_defaults(run=run)
+        parsers.append(made)
     return parsers
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ from tarantella_pp.cli.inputs import positive_int
 from tarantella_pp.cli.output import add_subcommands, check_target, write_table
 from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.files import replace_file
-from tarantella_pp.schedule.actions import Compute
 
 if TYPE_CHECKING:
     from tarantella_pp.partition.plan.plan import Plan
@@ -60,7 +58,7 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
     add("--balance", type=_numbers, metavar="WHAT",
         help="memory, flops or time (default: with which a step is fastest), or a number of layers "
         "for each stage: 526,551")  # fmt: skip
-    add("--memory-limit", type=_limits, metavar="BYTES",
+    add("--memory-limit", type=lambda t: t.split(",") if "," in t else t, metavar="BYTES",
         help="memory of a stage, e.g. 16GB, or one for each stage: 16GB,8GB")  # fmt: skip
     add("--batch-size", type=positive_int, metavar="N", help="samples of a step (default: 32)")
     add("--micro-batches", dest="num_micro_batches", type=positive_int, metavar="M",
@@ -96,17 +94,10 @@ def _numbers(text: str) -> str | list[int]:
     return [int(part) for part in parts] if all(part.strip().isdigit() for part in parts) else text
 
 
-def _limits(text: str) -> str | list[str]:
-    return text.split(",") if "," in text else text
-
-
 def _make(arguments: argparse.Namespace) -> int:
     check_target("--output", arguments.output, arguments.model)
     check_target("--html", arguments.html, arguments.model, arguments.output)
-    given = vars(arguments).items()
-    options = {
-        name: value for name, value in given if name not in _NO_OPTIONS and value is not None
-    }
+    options = {k: v for k, v in vars(arguments).items() if k not in _NO_OPTIONS and v is not None}
     counted = {"num_stages", "num_ranks"} & {*options} or isinstance(arguments.balance, list)
     if not counted and not Path(arguments.schedule or "").is_file():
         raise ConfigurationError(
@@ -143,26 +134,16 @@ def _export(arguments: argparse.Namespace) -> int:
             f"torchtitan has no words for this plan: {problem}. Received: '{arguments.plan}'"
         )
     schedule = plan.schedule_spec().make(plan.num_micro_batches)
-    rows = [
-        [
-            f"{a.stage}{_IN_TORCH[a.kind]}{a.micro_batch}"
-            for a in own
-            if isinstance(a, Compute) and a.kind in _IN_TORCH
-        ]
-        for own in schedule.actions
-    ]
+    rows: list[list[str]] = [[] for _ in schedule.actions]
+    for a in schedule.computations():
+        if kind := _IN_TORCH.get(a.kind):
+            rows[schedule.placement[a.stage]].append(f"{a.stage}{kind}{a.micro_batch}")
     modules: list[list[str]] = [[] for _ in plan.stages]
     for name, stage in zip(plan.node_names, plan.assignment, strict=True):
         modules[stage].append(name)
-    table, names = (
-        Path(arguments.plan).with_suffix(suffix) for suffix in (".schedule.csv", ".modules.json")
-    )
-
-    def write_table(draft: Path) -> None:
-        with draft.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows(rows)
-
-    replace_file(table, write_table)
+    table, names = map(Path(arguments.plan).with_suffix, (".schedule.csv", ".modules.json"))
+    text = "".join(f"{','.join(row)}\n" for row in rows)
+    replace_file(table, lambda draft: draft.write_text(text))
     replace_file(names, lambda draft: draft.write_text(f"{json.dumps(modules, indent=1)}\n"))
     settings = {
         "pipeline_parallel_degree": schedule.num_ranks,

@@ -134,16 +134,10 @@ def _rank_table(step: StepTimeline) -> Any:
 
 def _curve_table(curve: list[ScalePoint]) -> Any:
     rows = [
-        (
-            f"{point.num_ranks:,}",
-            f"{point.num_replicas:,}",
-            format_seconds(point.step_seconds),
-            f"{point.samples_per_second:.4g}",
-            f"{point.speed_up:.4g}",
-            percent(point.efficiency),
-        )
-        for point in curve
-    ]
+        (f"{one.num_ranks:,}", f"{one.num_replicas:,}", format_seconds(one.step_seconds),
+         f"{one.samples_per_second:.4g}", f"{one.speed_up:.4g}", percent(one.efficiency))
+        for one in curve
+    ]  # fmt: skip
     return table(("Ranks", "Replicas", "Step", "Samples/s", "Speed-up", "Efficiency"), rows)
 
 
@@ -153,20 +147,16 @@ def _as_dict(
     plan = simulation.plan
     ranks = zip(step.busy_seconds, step.peak_bytes, strict=True)
     return {
-        "model": plan.model,
-        "schedule": simulation.schedule,
-        "num_stages": plan.num_stages,
+        "model": plan.model, "schedule": simulation.schedule, "num_stages": plan.num_stages,
         "num_micro_batches": simulation.micro_batches,
         "micro_batch_size": simulation.micro_batch_size,
         "machine": msgspec.to_builtins(simulation.machine),
-        "bubble": step.bubble_fraction,
-        "pipeline_seconds": step.pipeline_seconds,
-        "peak_bytes": max(step.peak_bytes),
-        **point._asdict(),
+        "bubble": step.bubble_fraction, "pipeline_seconds": step.pipeline_seconds,
+        "peak_bytes": max(step.peak_bytes), **point._asdict(),
         "ranks": [{"busy_seconds": busy, "peak_bytes": peak} for busy, peak in ranks],
         "scaling": [one._asdict() for one in curve],
         "assumptions": _assumptions(simulation),
-    }
+    }  # fmt: skip
 
 
 def _assumptions(simulation: PlanSimulation) -> list[str]:

@@ -71,7 +71,6 @@ def with_room(
     hosts: Sequence[Host], num_ranks: int | None = None, per_node: int | None = None
 ) -> tuple[Host, ...]:
     """Returns the hosts with the number of ranks that each may have."""
-    limited = any(host.slots is not None for host in hosts)
     if per_node is not None:
         wrong = [host for host in hosts if host.slots is not None and host.slots < per_node]
         if wrong:
@@ -80,7 +79,7 @@ def with_room(
                 f"{wrong[0].slots}. Received: --n-per-node={per_node}"
             )
         room = [per_node] * len(hosts)
-    elif limited or num_ranks is None:
+    elif num_ranks is None or any(host.slots is not None for host in hosts):
         room = [1 if host.slots is None else host.slots for host in hosts]
     else:
         each, left = divmod(num_ranks, len(hosts))

@@ -74,10 +74,7 @@ def graph_of(digraph: nx.DiGraph) -> NamedGraph:
         cycle = " -> ".join(str(edge[0]) for edge in nx.find_cycle(digraph))
         raise GraphError(f"it has a cycle, so no pipeline order: nodes {cycle}") from None
     number = {one: place for place, one in enumerate(order)}
-    figures = [
-        {kind: _number(f"node {one}", kind, digraph.nodes[one]) for kind in FIGURES}
-        for one in order
-    ]
+    figures = [{k: _number(f"node {one}", k, digraph.nodes[one]) for k in FIGURES} for one in order]
     nodes: list[Node] = []
     tensors: list[Tensor] = []
     weights: list[Weight] = []

@@ -307,9 +307,7 @@ def _orders(name: str, num_micro_batches: int, placement: tuple[int, ...]) -> Or
                 f"Received: placement={placement}"
             )
         depth = num_stages // num_ranks
-        return tuple(
-            interleaved(rank, num_ranks, depth, num_micro_batches) for rank in range(num_ranks)
-        )
+        return tuple(interleaved(r, num_ranks, depth, num_micro_batches) for r in range(num_ranks))
     if name in V_SHAPED:
         if not is_v_shaped(placement):
             raise ScheduleError(

@@ -119,9 +119,7 @@ def merge(
         return tuple(tuple(orders[placement.index(rank)]) for rank in range(len(placement)))
     # No single preference is best for all shapes; to play all four takes less than to find out
     # which.
-    players = [
-        _InOrder(orders, placement, num_micro_batches, preference) for preference in _PREFERENCES
-    ]
+    players = [_InOrder(orders, placement, num_micro_batches, one) for one in _PREFERENCES]
     return min(players, key=ListScheduler.play).orders()
 
 

@@ -45,10 +45,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for option in ("num_stages", "num_micro_batches", "num_ranks"):
-            if getattr(self, option) < 1:
-                raise ScheduleError(
-                    f"Expected at least 1. Received: {option}={getattr(self, option)}"
-                )
+            if (value := getattr(self, option)) < 1:
+                raise ScheduleError(f"Expected at least 1. Received: {option}={value}")
         checked_placement(self.placement, self.num_stages, self.num_ranks)
         if len(self.actions) != self.num_ranks:
             raise ScheduleError(
@@ -127,9 +125,7 @@ class Schedule:
 
     def runs_all_forwards_first(self, stage: int) -> bool:
         """Returns whether `stage` has all its forwards behind it before its first backward."""
-        own = self.actions[self.placement[stage]]
-        computations = [a for a in own if isinstance(a, Compute) and a.stage == stage]
-        kinds = [a.kind for a in computations if a.kind != "R"]
+        kinds = [a.kind for a in self.computations() if a.stage == stage and a.kind != "R"]
         forwards = kinds.count("F")
         return kinds[:forwards] == ["F"] * forwards
 

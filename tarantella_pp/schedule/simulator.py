@@ -227,9 +227,8 @@ class Costs:
     def serial_seconds(self, num_micro_batches: int, *, has_backward: bool = True) -> float:
         """Returns the seconds of a step in one process, with fused backwards."""
         kinds: tuple[Kind, ...] = ("F", "BW") if has_backward else ("F",)
-        return num_micro_batches * sum(
-            stage.seconds(kind) for stage in self.stages for kind in kinds
-        )
+        seconds = sum(stage.seconds(kind) for stage in self.stages for kind in kinds)
+        return num_micro_batches * seconds
 
 
 def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:

@@ -193,12 +193,10 @@ def test_the_callback_in_one_process(tmp_path, capsys):
     assert "1f1b, 4 micro-batches of a batch of 8" in printed
     assert "Bubble in this: " in printed
 
-    late = tnt.callbacks.Timeline(tmp_path / "late" / "t")
-    gone = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda *_: (tmp_path / "late").rename(tmp_path / "old")
-    )
+    late = tmp_path / "late"
+    gone = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: late.rename(tmp_path / "old"))
     with pytest.warns(UserWarning, match="no trace of this training: .*late/t': No such file"):
-        model.fit(x, y, batch_size=8, verbose=0, callbacks=[late, gone])
+        model.fit(x, y, verbose=0, callbacks=[tnt.callbacks.Timeline(late / "t"), gone])
     with pytest.raises(FileError, match="Is a directory"):
         model.fit(x, y, verbose=0, callbacks=[tnt.callbacks.Timeline(tmp_path)])
     fails = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0)

@@ -161,10 +161,9 @@ def exported(command, plan_file):
         ranks = tuple(stage % RANKS[schedule] for stage in range(4))
         path = plan_file([0, 0, 1, 2, 2, 3], schedule=schedule, num_replicas=2, ranks=ranks)
         assert command("plan", "export", "--to", "torchtitan", path) == 0
-        rows = [
-            line.split(",") for line in path.with_suffix(".schedule.csv").read_text().splitlines()
-        ]
-        return rows, json.loads(path.with_suffix(".modules.json").read_text())
+        rows = path.with_suffix(".schedule.csv").read_text().splitlines()
+        modules = json.loads(path.with_suffix(".modules.json").read_text())
+        return [row.split(",") for row in rows], modules
 
     return export
 
@@ -182,9 +181,7 @@ def test_export_gives_torchtitan_the_schedule_and_the_split(command, exported, s
             found = found - {action} | {action.replace("B", "I"), action.replace("B", "W")}
         kinds = "FIW" if schedule == "zb-h1" else "FB"
         stages = range(rank, 4, len(rows))
-        assert found == {
-            f"{stage}{kind}{i}" for stage in stages for kind in kinds for i in range(4)
-        }
+        assert found == {f"{s}{kind}{i}" for s in stages for kind in kinds for i in range(4)}
 
 
 @pytest.mark.parametrize("schedule", RANKS)

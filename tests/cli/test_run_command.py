@@ -11,14 +11,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
 
 # Of another MPI, and of its jobs.
 STALE = {
-    "PMIX_RANK": "0",
-    "OMPI_COMM_WORLD_RANK": "0",
-    "OMPI_COMM_WORLD_SIZE": "1",
-    "PMI_RANK": "0",
-    "PMI_SIZE": "1",
-    "SLURM_PROCID": "0",
-    "SLURM_STEP_NUM_TASKS": "1",
-}
+    "PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMI_RANK": "0",
+    "PMI_SIZE": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1",
+}  # fmt: skip
 NATIVE = "I0000 00:00:1795359673.039961   13910 port.cc:153] oneDNN custom operations are on."
 
 

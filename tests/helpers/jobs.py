@@ -123,11 +123,7 @@ def slurm_allocation(python: str, calls: pathlib.Path, **more: str) -> dict[str,
     folders = [str(acted), str(pathlib.Path(python).parent), os.environ["PATH"]]
     return {
         "PATH": os.pathsep.join(folders),
-        "SLURM_JOB_ID": "7",
-        "SLURM_NNODES": "1",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_CPUS_PER_TASK": "3",
-        "SRUN_CALLS": str(calls),
-        "SRUN_MPIEXEC": " ".join(find_mpiexec(python)),
-        **more,
-    }
+        "SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_CPUS_PER_TASK": "3", "SRUN_CALLS": str(calls),
+        "SRUN_MPIEXEC": " ".join(find_mpiexec(python)), **more,
+    }  # fmt: skip

@@ -130,13 +130,12 @@ def _problems(plan: PlanData) -> list[str]:
         return [f"it must have num_stages={count} stages. Received: {len(plan.stages)}"]
     own = [[name for name, s in zip(names, assignment, strict=False) if s == i]
            for i in range(count)]  # fmt: skip
+    size, ascends = len(names), plan_parts.ascends
     ends = [(nodes[0], nodes[-1], len(nodes)) for nodes in own if nodes]
     must_hold = {
         "assignment and node_names must be equally long": len(assignment) == len(names),
         "work must name all nodes, or none": len(plan.work) in (0, len(names)),
-        "recompute_worth must name all nodes, or none": (
-            len(plan.recompute_worth) in (0, len(names))
-        ),
+        "recompute_worth must name all nodes, or none": len(plan.recompute_worth) in (0, size),
         "node names must be unique": len(set(names)) == len(names),
         f"each node must be on a stage, and each stage have some. Received: {list(assignment)}": (
             set(assignment) == set(range(count))
@@ -146,13 +145,10 @@ def _problems(plan: PlanData) -> list[str]:
         ),
         **plan.requirements(),
         "cuts must run from a stage to later ones": (
-            all(
-                cut.targets and plan_parts.ascends((cut.source, *cut.targets), count)
-                for cut in plan.cuts
-            )
+            all(c.targets and ascends((c.source, *c.targets), count) for c in plan.cuts)
         ),
         "ties must name two stages or more, ascending": (
-            all(len(tie.stages) > 1 and plan_parts.ascends(tie.stages, count) for tie in plan.ties)
+            all(len(tie.stages) > 1 and ascends(tie.stages, count) for tie in plan.ties)
         ),
     }
     return [what for what, holds in must_hold.items() if not holds]

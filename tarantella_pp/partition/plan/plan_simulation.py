@@ -193,9 +193,7 @@ class PlanSimulation:
                 sizes[cut.source, target] += sent + cut.mask_bytes
                 sizes[target, cut.source] += sent if cut.has_gradient else 0
         scale = mean / planned / (self.machine.bandwidth or math.inf)
-        links = {
-            pair: LinkCosts(size * scale, self.machine.latency) for pair, size in sizes.items()
-        }
+        links = {key: LinkCosts(size * scale, self.machine.latency) for key, size in sizes.items()}
         return Costs(tuple(stages), links)
 
     def _stage(

@@ -78,9 +78,7 @@ class StageCostModel:
     @cached_property
     def reduced(self) -> tuple[Sequence[float], Sequence[float]]:
         """Bytes in which each variable travels between replicas, where another trains it or not."""
-        found = [
-            peak_memory.reduction_bytes(self.graph, self.config, share) for share in (0.0, 1.0)
-        ]
+        found = [peak_memory.reduction_bytes(self.graph, self.config, one) for one in (0.0, 1.0)]
         return found[0], found[1]
 
     @cached_property

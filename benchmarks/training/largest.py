@@ -237,7 +237,7 @@ def launch(system: str, name: str, depth: int, torch_path: str) -> Trial:
 
 def measured(attempt: Callable[[int], Trial], size: int, limit: float) -> str:
     """A straight line through two depths, the depth where it meets the limit, and what is there."""
-    few, many = (size, 3 * size) if size > 1 else (2, 6)
+    few, many = (3 * size, 12 * size) if size > 1 else (2, 6)
     first, second = attempt(few), attempt(many)
     slope = (second.peak - first.peak) / (many - few)
     depth = int(many + (limit - second.peak) / slope)

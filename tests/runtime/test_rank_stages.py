@@ -25,10 +25,7 @@ class Fails(layers.Layer):
         return x
 
 
-ODD = {
-    "mixes early": lambda: layers.Lambda(lambda x: x - ops.mean(x, axis=0)),
-    "fails late": Fails,
-}
+ODD = {"mixes early": lambda: layers.Lambda(lambda x: x - ops.mean(x, axis=0)), "fails late": Fails}
 
 
 def model_of(early=None, late=None):

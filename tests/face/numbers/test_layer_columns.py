@@ -162,14 +162,11 @@ def test_only_what_is_larger_than_a_stages_share_is_cut():
 @pytest.mark.parametrize(
     "head",
     [
-        {"kernel_regularizer": "l2"},
-        {"bias_constraint": "non_neg"},
-        {"activity_regularizer": "l2"},
-        {"lora_rank": 2},
-        {"activation": layers.PReLU},
+        {"kernel_regularizer": "l2"}, {"bias_constraint": "non_neg"},
+        {"activity_regularizer": "l2"}, {"lora_rank": 2}, {"activation": layers.PReLU},
     ],
     ids=lambda head: next(iter(head)),
-)
+)  # fmt: skip
 def test_what_needs_a_whole_layer_stays_whole(head):
     """Regularizers, constraints, and weights of another kind."""
     made = {name: value() if isinstance(value, type) else value for name, value in head.items()}

@@ -19,14 +19,9 @@ def test_samples_windows_tables_and_scalars():
     """Shape, rows of a sample, and the dimension that samples are along."""
     tensors = extract(merged_windows()).graph.tensors
     assert {(t.shape, t.rows_per_sample, t.sample_axis) for t in tensors} == {
-        ((None, 4, 6), 1, 0),
-        ((None, 2, 6), 2, 0),
-        ((1, 4, 6), 0, None),
-        ((), 0, None),
-        ((4, None, 6), 0, 1),
-        ((None, 24), 1, 0),
-        ((None, 3), 1, 0),
-    }
+        ((None, 4, 6), 1, 0), ((None, 2, 6), 2, 0), ((1, 4, 6), 0, None), ((), 0, None),
+        ((4, None, 6), 0, 1), ((None, 24), 1, 0), ((None, 3), 1, 0),
+    }  # fmt: skip
 
 
 def test_samples_and_steps_of_any_number():

@@ -452,7 +452,6 @@ def _pattern(tensor: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.cast(wave, tensor.dtype), shape)
 
 
-@np.errstate(all="ignore")  # gradients of made-up samples may be no numbers
 def _in_short(
     shape: tuple[int, ...],
     gradient: tf.Tensor,
@@ -460,11 +459,12 @@ def _in_short(
     directions: Callable[..., tf.Tensor],
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """A product of a gradient, which may be large, and half the square of its length."""
-    right = directions(math.prod(shape[1:]), 1.7, 1.0)
+    columns = math.prod(shape[1:])
+    right = directions(columns, 1.7, 1.0)
     values = tf.math.real(gradient) if gradient.dtype.is_complex else gradient
     values = tf.cast(values, right.dtype)
     if len(shape) != 2:
-        values = tf.reshape(values, [-1, math.prod(shape[1:])])
+        values = tf.reshape(values, [-1, columns])
     left = directions(shape[0] if shape else 1, 1.3, 0.5)
     if lookups:  # of slices
         left = tf.gather(left, tf.concat([tf.reshape(each, [-1]) for each in lookups], 0))

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tarantella_pp.custom_steps.tensor_collectives import refuse_in_graph
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.internals.optimizers import scaled
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction, in_buckets
 from tarantella_pp.runtime.weights.slices import Gradient
@@ -173,13 +173,3 @@ class GradientExchange:
         for key, own in self._buckets.items():
             found.update(zip(own, self._reduction.finish(key), strict=True))
         return [found[i] for i in range(len(gradients))]
-
-
-def scaled(gradient: Gradient, factor: float) -> Gradient:
-    """A gradient multiplied with a number."""
-    if gradient is None:
-        return None
-    factor = tf.constant(factor, gradient.dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.custom_steps.distributed_optimizer import GradientExchange, scaled
+from tarantella_pp.custom_steps.distributed_optimizer import GradientExchange
 from tarantella_pp.custom_steps.step_probe import StepKinds
 from tarantella_pp.custom_steps.step_trace import StepTrace, Update
 from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.internals.optimizers import scaled
 from tarantella_pp.runtime.batch import Batch
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.process_groups import ReplicaExchange

@@ -126,7 +126,7 @@ def with_norms(optimizer: Any, all_finite: tf.Tensor, squares: tf.Tensor | None)
             scales = most * tf.minimum(1 / norms, 1 / most) + (norms - norms)
             gradients = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
         pairs = zip(gradients, tf.unstack(scales), strict=True)
-        return [None if g is None else _scaled(g, tf.cast(scale, g.dtype)) for g, scale in pairs]
+        return [None if g is None else scaled(g, tf.cast(scale, g.dtype)) for g, scale in pairs]
 
     if scales_dynamically(optimizer):
         optimizer.check_finite = lambda _: all_finite
@@ -144,11 +144,14 @@ def _values(gradient: Any) -> Any:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def _scaled(gradient: Any, scale: tf.Tensor) -> Any:
-    scaled = _values(gradient) * scale
+def scaled(gradient: Any, factor: Any) -> Any:
+    """A gradient, if there is one, multiplied with a number or a tensor of its dtype."""
+    if gradient is None:
+        return None
+    values = _values(gradient) * tf.convert_to_tensor(factor, gradient.dtype)
     if not isinstance(gradient, tf.IndexedSlices):
-        return scaled
-    return tf.IndexedSlices(scaled, gradient.indices, gradient.dense_shape)
+        return values
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
 
 def _clipped(

@@ -74,10 +74,13 @@ def compile_loss(model: Any, loss: Any, loss_weights: Any) -> Any:
     return CompileLoss(loss, loss_weights, output_names=model.output_names)
 
 
-class _SecondLoss(CompileLoss):
-    """A compiled loss once more, without trackers of the losses of single outputs."""
+class SecondLoss(CompileLoss):
+    """A compiled loss once more: it finds targets, weights and outputs in the same way.
 
-    def __init__(self, first: Any, instead: Callable[..., Any] | None) -> None:
+    It has no trackers of the losses of single outputs.
+    """
+
+    def __init__(self, first: Any, instead: Callable[..., Any] | None = None) -> None:
         super().__init__(
             first._user_loss, first._user_loss_weights, output_names=first.output_names
         )
@@ -102,11 +105,6 @@ class _SecondLoss(CompileLoss):
     def metrics(self) -> list[None]:
         """No tracker for each of the losses."""
         return [None] * len(self._flat_losses or ())
-
-
-def second_loss(first: Any, instead: Callable[..., Any] | None = None) -> Any:
-    """A compiled loss once more: it finds targets, weights and outputs in the same way."""
-    return _SecondLoss(first, instead)
 
 
 def sample_values(loss: Any, y_true: Any, y_pred: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.internals.training import compiled_loss, reduction_of, sample_values, second_loss
+from tarantella_pp.internals.training import SecondLoss, compiled_loss, reduction_of, sample_values
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.probes.parts import MEAN, ROWS, SUM
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, dense_tensors
@@ -63,9 +63,9 @@ class BatchLoss:
         ]
         first = compiled_loss(model)
         self._tracks_each = first is not None and bool(first.metrics)
-        self._whole = None if first is None else second_loss(first, self._noted)
-        self._measure: Any = None if first is None else second_loss(first, self._measured)
-        self._add_up = None if first is None else second_loss(first, self._contribution)
+        self._whole = None if first is None else SecondLoss(first, self._noted)
+        self._measure: Any = None if first is None else SecondLoss(first, self._measured)
+        self._add_up = None if first is None else SecondLoss(first, self._contribution)
         self._found: list[tf.Tensor] = []
         self._each: list[tf.Tensor] = []
         self._given: Iterator[tuple[str, tf.Tensor]] = iter(())

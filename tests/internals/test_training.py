@@ -146,10 +146,10 @@ def test_a_second_loss_gives_the_values_of_the_first_or_others(model):
 
     y, p = np.ones((4, 2), "float32"), np.arange(8, dtype="float32").reshape(4, 2)
     first = training.compiled_loss(model)
-    second = training.second_loss(first)
+    second = training.SecondLoss(first)
     assert float(second(y, p)) == float(first(y, p)), "attributes of CompileLoss"
     assert second.metrics == [None]
-    assert float(training.second_loss(first, instead)(y, p)) == 2.0, "_flat_losses"
+    assert float(training.SecondLoss(first, instead)(y, p)) == 2.0, "_flat_losses"
     assert seen == [("mse", (4, 2), None)]
 
 

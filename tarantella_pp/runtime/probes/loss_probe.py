@@ -14,10 +14,10 @@ import tensorflow as tf
 
 from tarantella_pp.internals.functional import compute_output_spec
 from tarantella_pp.internals.training import (
+    SecondLoss,
     made_by_keras,
     reduces_values,
     sample_values,
-    second_loss,
 )
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.probes.linearity import following, nonlinear, uses_of_sums
@@ -67,7 +67,7 @@ def loss_kinds(compiled: Any, extracted: ExtractedModel, y: Any = None) -> LossK
 
     outputs = unpacked(extracted.outputs_struct)
     try:
-        compute_output_spec(second_loss(compiled, note), outputs if y is None else y, outputs)
+        compute_output_spec(SecondLoss(compiled, note), outputs if y is None else y, outputs)
     except (KeyError, TypeError, ValueError):
         if y is not None:
             raise  # as Keras does, at the first batch, of losses that do not fit the outputs

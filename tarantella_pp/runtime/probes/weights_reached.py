@@ -15,11 +15,11 @@ import tensorflow as tf
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.parted import in_parts, wholes
 from tarantella_pp.internals.training import (
+    SecondLoss,
     compiled_loss,
     compiled_metrics,
     losses_of_outputs,
     made_by_keras,
-    second_loss,
 )
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 
@@ -46,7 +46,7 @@ def refuse_weights_reached(
     loss, metrics = compiled_loss(model), compiled_metrics(model)
     if loss is not None and not all(map(made_by_keras, losses_of_outputs(loss))):
         advice = "Add what follows from weights with `add_loss`, in a layer that has them."
-        _refuse("The loss", others(last_rank), second_loss(loss), given, advice)
+        _refuse("The loss", others(last_rank), SecondLoss(loss), given, advice)
     if metrics is not None and not all(map(made_by_keras, metrics.metrics)):
         advice = "Report what follows from weights in a callback, after `get_weights()`."
         _refuse("A metric", others(last_rank), metrics.update_state, given, advice)

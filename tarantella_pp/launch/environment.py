@@ -14,9 +14,6 @@ from tarantella_pp.launch.records import SIZE_VARIABLE
 LOG_LEVEL_VARIABLE = "TNT_LOG_LEVEL"
 LOG_ALL_VARIABLE = "TNT_LOG_ON_ALL_DEVICES"
 OUTPUT_VARIABLE = "TNT_OUTPUT_ON_ALL_DEVICES"
-# How many seconds a host that is reached by ssh may be silent; 0 is for ever.
-HEARTBEAT_VARIABLE = "TNT_HEARTBEAT"
-_HEARTBEAT_SECONDS = 60.0
 # The second name must be set as well. SLURM_NTASKS alone is no sign of several processes: an
 # interactive allocation (`salloc`) and a batch script have it, with one plain `python` each.
 _SIGNS = (
@@ -128,11 +125,6 @@ def parse_exports(options: Sequence[str], given: Mapping[str, str]) -> dict[str,
             )
         exports[name] = value if equals else given[name]
     return exports
-
-
-def heartbeat_seconds() -> float:
-    """Returns how long a host may be silent before it counts as dead; 0 for ever."""
-    return seconds_from(os.environ, HEARTBEAT_VARIABLE, _HEARTBEAT_SECONDS)
 
 
 def seconds_from(environ: Mapping[str, str], name: str, default: float) -> float:

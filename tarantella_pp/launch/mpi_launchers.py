@@ -19,11 +19,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from tarantella_pp.errors import ConfigurationError, LaunchError
-from tarantella_pp.launch.environment import heartbeat_seconds, number_of
+from tarantella_pp.launch.environment import number_of, seconds_from
 from tarantella_pp.launch.hosts import HostRanks
 from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE
 
 _CONNECT_SECONDS = 10
+# How many seconds a host that is reached by ssh may be silent; 0 is for ever.
+_HEARTBEAT_VARIABLE, _HEARTBEAT_SECONDS = "TNT_HEARTBEAT", 60.0
 # Signs of life that ssh asks a host for before it counts as dead.
 _PROBES = 3
 _BETWEEN_SECONDS = 0.1
@@ -210,7 +212,8 @@ def _options_of(shell: str) -> list[str]:
     """Returns what has ssh ask no questions, and end when its host or the link is dead."""
     if pathlib.Path(shell).name != "ssh":
         return []
-    between = math.ceil(heartbeat_seconds() / _PROBES)
+    silence = seconds_from(os.environ, _HEARTBEAT_VARIABLE, _HEARTBEAT_SECONDS)
+    between = math.ceil(silence / _PROBES)
     alive = [f"-oServerAliveInterval={between}", f"-oServerAliveCountMax={_PROBES}"]
     return ["-oBatchMode=yes", f"-oConnectTimeout={_CONNECT_SECONDS}", *alive]
 

@@ -42,8 +42,7 @@ def take_share(environ: MutableMapping[str, str]) -> None:
     ranks = next(filter(None, (number_of(environ, name) for name in _LOCAL_SIZES)), 1)
     own = os.sched_getaffinity(0)
     cores, wanted = cores_of_node(environ), environ.get(COUNT_VARIABLE, "")
-    said = number_of(environ, COUNT_VARIABLE) or cores_of_task(environ, ranks)
-    threads = max(1, cores // ranks) if said is None else said
+    threads = number_of(environ, COUNT_VARIABLE) or threads_per_rank(ranks, environ)
     chosen = any(name in environ for name in THREAD_VARIABLES) and not wanted
     # A bound rank finds in its caches what it left there. But where threads leave cores free, jobs
     # must be free to move to them, or two of them would share a core beside idle ones.
@@ -71,7 +70,7 @@ def cores_of_task(environ: Mapping[str, str], ranks: int) -> int | None:
 def threads_per_rank(ranks_of_node: int, given: Mapping[str, str]) -> int:
     """Returns the threads of one rank, such that the ranks of a node do not share cores."""
     said = cores_of_task(given, ranks_of_node)
-    return max(1, cores_of_node() // ranks_of_node) if said is None else said
+    return max(1, cores_of_node(given) // ranks_of_node) if said is None else said
 
 
 def share(cores: Iterable[int], rank: int, ranks: int) -> set[int]:

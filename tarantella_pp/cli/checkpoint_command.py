@@ -11,6 +11,7 @@ from tarantella_pp.cli import inputs
 from tarantella_pp.cli.inputs import quiet_keras
 from tarantella_pp.cli.output import FAILURE, add_subcommands, check_target, table, write_table
 from tarantella_pp.errors import ConfigurationError, FileError
+from tarantella_pp.partition.graph.units import format_bytes
 
 if TYPE_CHECKING:
     from tarantella_pp.callbacks.checkpoint_folder import Manifest
@@ -67,8 +68,6 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _list(read: dict[Path, Manifest | str]) -> Any:
-    from tarantella_pp.partition.graph.units import format_bytes
-
     rows: list[tuple[Any, ...]] = []
     for path, manifest in read.items():
         if isinstance(manifest, str):
@@ -82,8 +81,6 @@ def _list(read: dict[Path, Manifest | str]) -> Any:
 
 
 def _details(manifest: Manifest) -> Iterator[Any]:
-    from tarantella_pp.partition.graph.units import format_bytes
-
     rows = [
         (one.name, one.rank, ", ".join(map(str, one.stages)), format_bytes(one.size, short=True))
         for one in manifest.files

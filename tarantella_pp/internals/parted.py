@@ -29,6 +29,7 @@ from tarantella_pp.internals.functional import set_mask
 from tarantella_pp.internals.state import (
     drop_value,
     initializer_of,
+    mixed,
     name_by_path,
     needs_only_shapes,
     variables_without_values,
@@ -131,10 +132,8 @@ def put_together(values: Mapping[str, Any]) -> np.ndarray[Any, Any]:
 def part_variable(whole: Any, parts: Sequence[Any]) -> None:
     """Lets parts hold the value of a variable from now on, whose own is given back."""
     plain = next(kind for kind in type(whole).__mro__ if kind.__module__.startswith("keras."))
-    if plain not in _KINDS:
-        _KINDS[plain] = type(plain.__name__, (_Parted, plain), {})
     whole._parts = tuple(parts)
-    whole.__class__ = _KINDS[plain]
+    whole.__class__ = mixed(_Parted, plain)
     whole.trainable = whole._trainable
     if whole._value is not None:
         drop_value(whole)
@@ -181,9 +180,6 @@ class _Parted(keras.Variable):  # type: ignore[misc]
         self._trainable = bool(value)
         for part in self._parts:
             part.trainable = value
-
-
-_KINDS: dict[type, type] = {}  # the class of variables in parts of each class of variables
 
 
 def _kind_of(layer: Any) -> Any:

@@ -169,6 +169,12 @@ def initialize(variable: Any) -> None:
         variable._deferred_initialize()
 
 
+@functools.cache
+def mixed(first: type, kind: type) -> type:
+    """The class of a kind's variables that are to be something else first, under the same name."""
+    return type(kind.__name__, (first, kind), {})
+
+
 def _scope_of(variable: Any) -> Any:
     """Where a layer makes a variable, whose name says so: optimizers exclude some by it."""
     return tf.name_scope(variable.path.removesuffix(variable.name))

@@ -133,11 +133,9 @@ def _become_remote(variable: Any) -> None:
         variable._clocks = {}
         variable._stale = ""
         variable._has_memory = True
-        kind = type(variable)
+        kind: type = type(variable)
         # The object stays, for the user's layers have it; only reading and assigning change.
-        if kind not in _KINDS:
-            _KINDS[kind] = type(kind.__name__, (_Remote, kind), {})
-        variable.__class__ = _KINDS[kind]
+        variable.__class__ = state.mixed(_Remote, kind)
 
 
 def let_go(variable: Any) -> None:
@@ -221,6 +219,3 @@ class _Remote(keras.Variable):  # type: ignore[misc]
 
 def _error(variable: Any) -> StaleWeightError:
     return StaleWeightError(variable._stale.format(path=variable.path))
-
-
-_KINDS: dict[type, type] = {}  # the class of remote variables of each class of variables

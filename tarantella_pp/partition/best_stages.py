@@ -331,11 +331,8 @@ class StageMemory:
         self, nodes: Sequence[int], begin: int, end: int, stage: int
     ) -> tuple[list[CutEdge], list[CutEdge]]:
         """Returns what a stage receives from the one before, and sends to the next."""
-        graph, cut, is_last = (
-            self._costs.graph,
-            self._costs.cut,
-            stage == self._options.num_stages - 1,
-        )
+        graph, cut = self._costs.graph, self._costs.cut
+        is_last = stage == self._options.num_stages - 1
         read = {tensor for node in nodes for tensor in graph.nodes[node].inputs}
         if is_last:
             read |= self._outputs

@@ -18,7 +18,7 @@ from tarantella_pp.partition.best_stages import Solution
 from tarantella_pp.partition.graph.ideals import summed
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.options import GIVEN, PlanOptions, Settings
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, roofline_seconds
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import common_limit
 from tarantella_pp.partition.plan.plan_simulation import (
@@ -60,7 +60,7 @@ class Candidate:
         options, spec, planner = self.options, self.search.spec, self.search.planner
         samples = -(-options.batch_size // options.num_replicas) / options.num_micro_batches
         costs, machine = planner.costs(options), planner.machine or HardwareSpec()
-        seconds = np.array(costs.seconds or costs.roofline_seconds(costs.rows, machine))
+        seconds = np.array(costs.seconds or roofline_seconds(planner.work, costs.rows, machine))
         forward, *backward = samples / costs.rows * seconds.T
         work = forward + min(1.0, machine.split_factor) * sum(backward)
         ranks = np.array(replace(spec, name=spec.named).placement)[list(self.solution.assignment)]

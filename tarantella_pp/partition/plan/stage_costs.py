@@ -29,9 +29,6 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import CutEdge, OutputUse, PlanConfig, StagePlan, Tie
 from tarantella_pp.schedule import HeldAgain
 
-# No stage repeats its forward pass.
-NOTHING: Mapping[int, HeldAgain] = MappingProxyType({})
-
 
 @dataclass(frozen=True)
 class StageCostModel:
@@ -85,18 +82,12 @@ class StageCostModel:
     def _work(self) -> Sequence[NodeWork]:
         return node_work(self.graph) if self.work is None else self.work
 
-    def roofline_seconds(
-        self, samples: float, machine: HardwareSpec
-    ) -> list[tuple[float, float, float]]:
-        """Returns the seconds of each node, by arithmetic and traffic; see `hardware_spec`."""
-        return roofline_seconds(self._work, samples, machine)
-
     def flops(self) -> npt.NDArray[np.float64]:
         """Returns the FLOPs of each node, per sample, with traffic, less what nobody needs."""
         if self.machine is None or self.machine.memory_bandwidth is None:
             passes = np.array([1 + sum(one.gradients) for one in self._work])
             return passes / (1 + BOTH_GRADIENTS) * [node.flops for node in self.graph.nodes]
-        both = np.array(self.roofline_seconds(self.rows, self.machine)).sum(axis=1)
+        both = np.array(roofline_seconds(self._work, self.rows, self.machine)).sum(axis=1)
         counted = both / (1 + BOTH_GRADIENTS) * (self.machine.flops_per_second / self.rows)
         return np.asarray(counted)
 
@@ -136,7 +127,7 @@ class StageCostModel:
         self,
         assignment: Sequence[int],
         in_flight: Sequence[int],
-        repeats: Mapping[int, HeldAgain] = NOTHING,
+        repeats: Mapping[int, HeldAgain] = MappingProxyType({}),
     ) -> tuple[StagePlan, ...]:
         """Returns what each stage costs; `repeats`: see `Settings.repeats`."""
         cuts, users = self.cuts(assignment), self.graph.users(assignment)

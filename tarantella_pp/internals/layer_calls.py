@@ -20,11 +20,6 @@ def new_graph(name: str) -> Any:
     return tf.__internal__.FuncGraph(name)
 
 
-def is_stateful(operation: Any) -> bool:
-    """Whether an operation of a graph writes, draws or fails, besides computing."""
-    return bool(operation.op_def.is_stateful)
-
-
 def repeats_itself(layer: Any) -> bool:
     """Whether the backward pass calls a layer anew (`keras.RematScope`)."""
     return layer._remat_mode is not None

@@ -23,7 +23,6 @@ from tarantella_pp.internals import functional
 from tarantella_pp.internals.layer_calls import (
     GlueScope,
     functions_inside,
-    is_stateful,
     layer_calls,
     new_graph,
     repeats_itself,
@@ -159,7 +158,8 @@ class LayerTrace:
         self.calls = {call.path: call for call in self.root}
         inside = self.innermost(self.calls)
         for path, op in zip(inside, self.operations, strict=True):
-            if path is not None and is_stateful(op) and is_composite(self.calls[path].layer):
+            stateful = op.op_def.is_stateful  # it writes, draws or fails, besides computing
+            if path is not None and stateful and is_composite(self.calls[path].layer):
                 why = f"does not only compute outside of its layers ({op.type})"
                 self.calls[path].whole = why
 

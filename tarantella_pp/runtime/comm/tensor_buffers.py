@@ -21,6 +21,7 @@ _DLPACK = {
 }
 
 _from_dlpack = tf.experimental.dlpack.from_dlpack
+cast = tf.cast  # for who takes this module as its way to convert
 
 
 def to_buffer(tensor: tf.Tensor) -> np.ndarray[Any, Any]:
@@ -66,8 +67,3 @@ def value_of(variable: Any) -> np.ndarray[Any, Any]:
 def buffer_of(variable: Any) -> np.ndarray[Any, Any]:
     """Returns an array on the memory of a variable's value, for sending."""
     return to_buffer(tf.convert_to_tensor(variable))
-
-
-def cast(tensor: tf.Tensor, dtype: np.dtype[Any]) -> tf.Tensor:
-    """Returns a tensor in another dtype."""
-    return tf.cast(tensor, dtype)

@@ -13,6 +13,7 @@ import numpy as np
 from tarantella_pp.errors import CommunicationError
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.runtime.comm.buffers import numpy_dtype
+from tarantella_pp.runtime.comm.collectives import dtype_on_wire
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.messages import RecvRequest, SendRequest
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageEdge, shape_and_dtype
@@ -65,7 +66,7 @@ class StageMessages:
         self._edges = {(edge.source, edge.target): edge for edge in edges}
         self._numbers = {pair: number for number, pair in enumerate(self._edges)}
         self._placement = placement
-        self._sent_as = None if sent_as is None else numpy_dtype(sent_as)
+        self._sent_as = sent_as
         self._made: dict[BoundaryTensor, str] = {}  # dtypes, where it is known what runs give
         self._formats: dict[tuple[Direction, Message], _MessageFormat] = {}
         self._specs: dict[tuple[int, int], list[TensorSpec]] = {}
@@ -185,7 +186,7 @@ class StageMessages:
         said = [shape_and_dtype(self._graph, tensor)[1] for tensor in tensors]
         made = map(self._made.get, tensors, said)
         dtypes = tuple(map(numpy_dtype, made))
-        on_wire = tuple(map(self._on_wire, dtypes))
+        on_wire = tuple(dtype_on_wire(dtype, self._sent_as) for dtype in dtypes)
         is_dynamic = any(map(self._is_dynamic, tensors))
         return _MessageFormat(tag, label, tensors, dtypes, on_wire, dtypes != on_wire, is_dynamic)
 
@@ -196,10 +197,3 @@ class StageMessages:
 
     def _shape(self, tensor: BoundaryTensor) -> tuple[Any, ...]:
         return shape_and_dtype(self._graph, tensor)[0]
-
-    def _on_wire(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The type in which numbers of a type travel."""
-        wire = self._sent_as
-        if wire is not None and dtype.kind == "f" and dtype.itemsize > wire.itemsize:
-            return wire
-        return dtype

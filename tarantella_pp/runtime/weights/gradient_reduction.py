@@ -16,7 +16,6 @@ from tarantella_pp.runtime.comm.buffers import ALIGNMENT, empty
 from tarantella_pp.runtime.comm.collectives import CollectiveRequest, Steps, dtype_on_wire, finished
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import (
-    cast,
     to_buffer,
     to_tensor,
     variable_bytes,
@@ -44,12 +43,8 @@ class _Bucket:
     dense: set[int] = field(default_factory=set)  # which weights are known to have dense gradients
 
 
-@dataclass
-class _Sum:
-    """A dense sum under way: where in its result the gradients of some weights are."""
-
-    request: CollectiveRequest[_Array]
-    places: dict[int, slice]
+# A dense sum under way, and where in its result the gradients of some weights are.
+_Sum: TypeAlias = "tuple[CollectiveRequest[_Array], dict[int, slice]]"
 
 
 class GradientReduction:
@@ -122,11 +117,11 @@ class GradientReduction:
             for i in range(len(gradients))
             if i not in bucket.dense and (everywhere[:, i] != NOTHING).any()
         }
-        yield [*(each.request for each in sums), *slices.values()]
+        yield [*(request for request, _ in sums), *slices.values()]
         found: dict[int, Gradient] = {}
-        for each in sums:
-            result = each.request.wait()
-            for i, place in each.places.items():
+        for summed, places in sums:
+            result = summed.wait()
+            for i, place in places.items():
                 shape = tuple(bucket.weights[i].shape)
                 found[i] = to_tensor(result.reshape(-1)[place].reshape(shape))
         for i, request in slices.items():
@@ -171,7 +166,7 @@ class GradientReduction:
         ranks, wire = self.communicator, self._sent_as
         if bucket.owners is None:
             request = ranks.start_allreduce(packed, sent_as=wire, tag=tag, label=bucket.label)
-            return _Sum(request, places)
+            return request, places
         begins = [packed.size] * (ranks.size + 1)
         # An owner without a weight here gets an empty piece, which begins where the next one does.
         for i, place in reversed(places.items()):
@@ -182,14 +177,11 @@ class GradientReduction:
         )
         # The result has only the own piece, so places in it begin there.
         base = begins[ranks.rank]
-        return _Sum(
-            request,
-            {
-                i: slice(place.start - base, place.stop - base)
-                for i, place in places.items()
-                if bucket.owners[i] == ranks.rank
-            },
-        )
+        return request, {
+            i: slice(place.start - base, place.stop - base)
+            for i, place in places.items()
+            if bucket.owners[i] == ranks.rank
+        }
 
     def _start_slices(
         self, bucket: _Bucket, i: int, gradient: Gradient, rows: list[int]
@@ -201,8 +193,8 @@ class GradientReduction:
             values = np.empty((0, *weight.shape[1:]), wire)
             indices = np.empty(0, np.int64)
         else:
-            values = to_buffer(cast(gradient.values, wire))
-            indices = to_buffer(cast(gradient.indices, np.dtype(np.int64)))
+            values = to_buffer(tf.cast(gradient.values, wire))
+            indices = to_buffer(tf.cast(gradient.indices, tf.int64))
         return self.communicator.start_allgather(
             [values, indices],
             rows,
@@ -212,7 +204,7 @@ class GradientReduction:
 
     def _slices(self, weight: Any, values: _Array, each: Sequence[_Array]) -> Gradient:
         """Makes rows of all replicas one gradient; adds up those that no sample chooses."""
-        rows, shape = cast(to_tensor(values), variable_dtype(weight)), tuple(weight.shape)
+        rows, shape = tf.cast(to_tensor(values), variable_dtype(weight)), tuple(weight.shape)
         indices = np.concatenate([np.zeros(0, np.int64), *each])
         fixed = indices >= shape[0]
         own = [some[some >= shape[0]] for some in each]
@@ -272,7 +264,7 @@ def _dense(gradient: Gradient, weight: Any, dtype: np.dtype[Any]) -> _Array | No
     if isinstance(gradient, tf.IndexedSlices):
         shape = tf.constant(list(weight.shape))
         gradient = unmarked(tf.IndexedSlices(gradient.values, gradient.indices, shape))
-    return to_buffer(cast(tf.convert_to_tensor(gradient), dtype))
+    return to_buffer(tf.cast(tf.convert_to_tensor(gradient), dtype))
 
 
 def _packed(

@@ -147,11 +147,6 @@ def most_samples(function: Any) -> int:
     return max(_FEWEST, _MOST_COMPUTED // max(1, for_each))
 
 
-def _only(samples: Samples, rows: slice) -> list[tf.Tensor]:
-    """What a function gets that knows nothing but the samples."""
-    return samples.tensors
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What a function made of some samples: its values, what it wrote and what it drew."""
@@ -265,9 +260,12 @@ class PartsProbe:
         self,
         samples: Samples,
         sizes: Sequence[int] = (1, 2),
-        given: Callable[[Samples, slice], Sequence[tf.Tensor]] = _only,
+        given: Callable[[Samples, slice], Sequence[tf.Tensor]] = lambda some, _: some.tensors,
     ) -> Compared:
-        """Runs the whole and its parts; a next comparison begins where the whole ends."""
+        """Runs the whole and its parts; a next comparison begins where the whole ends.
+
+        `given` says what the function gets of samples, given their places among all.
+        """
         return self._in_widest(lambda: self._compare(samples, sizes, given))
 
     def run(self, tensors: Sequence[tf.Tensor]) -> Outcome:

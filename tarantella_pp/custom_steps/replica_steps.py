@@ -13,9 +13,8 @@ from tarantella_pp.custom_steps.prepared_step import PreparedStep
 from tarantella_pp.custom_steps.step_probe import StepKinds, found_kinds
 from tarantella_pp.custom_steps.step_trace import StepTrace
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
-from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.internals.state import trained_by
-from tarantella_pp.internals.training import moments_known
+from tarantella_pp.internals.training import batch_norms, moments_known
 from tarantella_pp.runtime.batch import (
     ArrayRows,
     Batch,
@@ -206,8 +205,7 @@ class ReplicaSteps:
 
     def _check_norms(self) -> None:
         """Refuses batch statistics that replicas do not share."""
-        kind = keras.layers.BatchNormalization
-        norms = [p for p in sublayers(self._model) if isinstance(p, kind) and p.trainable]
+        norms = [layer for layer in batch_norms(self._model) if layer.trainable]
         names = [layer.name for layer in norms if layer.synchronized]
         if names:
             raise UnsupportedModelError(

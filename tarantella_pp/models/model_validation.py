@@ -11,8 +11,7 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError, checked_count
-from tarantella_pp.internals.functional import sublayers
-from tarantella_pp.internals.training import strategy_of
+from tarantella_pp.internals.training import batch_norms, strategy_of
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.weights.remote_variables import is_stale
@@ -145,9 +144,8 @@ def warn_of_batch_statistics(extracted: ExtractedModel, num_micro_batches: int) 
 
 def _batch_norms(extracted: ExtractedModel) -> list[Any]:
     """The BatchNormalization layers that take statistics of what they are given in training."""
-    layers = (layer for call in extracted.calls for layer in sublayers(call.operation))
-    kind = keras.layers.BatchNormalization
-    return list(dict.fromkeys(x for x in layers if isinstance(x, kind) and x.trainable))
+    found = (layer for call in extracted.calls for layer in batch_norms(call.operation))
+    return list(dict.fromkeys(layer for layer in found if layer.trainable))
 
 
 def check_deferred(model: Any, balance: str | None) -> None:

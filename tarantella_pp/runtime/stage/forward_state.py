@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.internals.functional import layer_metrics, sublayers
+from tarantella_pp.internals.functional import layer_metrics
 from tarantella_pp.internals.training import batch_norms, reported_moments, running_states
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.comm.communicator import Communicator
@@ -156,13 +156,10 @@ class ForwardState:
         self._averages: dict[int, Any] = {}
         seeds: dict[int, Any] = {}
         shared = calls if peers.size > 1 else ()
-        for layer in (call.operation for call in shared):
-            if not isinstance(layer, keras.Layer):
-                continue
-            for part in sublayers(layer):
-                if isinstance(part, keras.layers.BatchNormalization):
-                    self._averages |= {id(v): v for v in part.non_trainable_variables}
-            seeds |= {id(state): state for state in running_states(layer)}
+        for operation in (call.operation for call in shared):
+            for part in batch_norms(operation):
+                self._averages |= {id(v): v for v in part.non_trainable_variables}
+            seeds |= {id(state): state for state in running_states(operation)}
         metrics = [metric for call in shared for metric in layer_metrics(call.operation)]
         found = {id(v): v for metric in metrics for v in metric.variables}
         self._metrics = list(found.values())

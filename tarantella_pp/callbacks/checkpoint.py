@@ -373,7 +373,7 @@ class Checkpoint(keras.callbacks.Callback):
         sys.exit(EXIT_CODE)
 
     def _tell(self, text: str) -> None:
-        if self._model._engine.prints:
+        if self._ranks.prints:
             logger.warning("%s", text)
 
 

@@ -101,7 +101,7 @@ def newest_whole(ranks: Communicator, directory: Path) -> tuple[Path, Manifest] 
             raise FormatError(other)
         if not problem:
             return directory / name, read_manifest(directory / name)
-        if ranks.rank == ranks.size - 1:
+        if ranks.prints:
             logger.warning("checkpoint '%s' is damaged: %s", directory / name, problem)
     if names:
         raise FileError(

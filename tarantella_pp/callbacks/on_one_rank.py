@@ -65,7 +65,7 @@ class OnOneRank(keras.callbacks.Callback):
                     f"callback={callback!r}"
                 )
             makes = callback
-            callback = makes() if ranks.rank == ranks.size - 1 else keras.callbacks.Callback()
+            callback = makes() if ranks.prints else keras.callbacks.Callback()
         self.callback = callback
 
     def set_params(self, params: Any) -> None:
@@ -98,7 +98,7 @@ class OnOneRank(keras.callbacks.Callback):
 
     def _alone(self, hook: str, *args: Any, **kwargs: Any) -> None:
         ranks = world()
-        if ranks.rank == ranks.size - 1:
+        if ranks.prints:
             with self._refusing(ranks):
                 getattr(self.callback, hook)(*args, **kwargs)
 

@@ -96,12 +96,11 @@ def callbacks_of_rank(
 
 def _of_rank(callback: Any, model: Any, communicator: Communicator) -> Iterator[Any]:
     """What runs in place of a callback."""
-    prints = communicator.rank == communicator.size - 1
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         make_its_folder(callback)
     if _looks_at_weights(callback):
-        yield _gathering(callback, model, follows=not prints)
-    if prints or not isinstance(callback, _ONE_RANK):
+        yield _gathering(callback, model, follows=not communicator.prints)
+    if communicator.prints or not isinstance(callback, _ONE_RANK):
         yield callback
 
 

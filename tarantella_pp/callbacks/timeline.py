@@ -90,7 +90,7 @@ class Timeline(keras.callbacks.Callback):
         """Begins to record."""
         self._recorder = executor.Recorder(self._wanted)
         self._steps = ()
-        if self._path is not None and self._engine().prints:
+        if self._path is not None and self._engine().communicator.prints:
             with contextlib.suppress(OSError):  # which the next line says
                 self._path.parent.mkdir(parents=True, exist_ok=True)
             write_trace(self._path, ())  # what cannot be written is refused before training
@@ -109,7 +109,7 @@ class Timeline(keras.callbacks.Callback):
         engine.record(None)
         offset = clock_offset(engine.groups.pipeline)
         self._steps = executor.gather_steps(self._recorder.steps, offset, engine.groups.pipeline)
-        if self._path is not None and engine.prints:
+        if self._path is not None and engine.communicator.prints:
             try:
                 write_trace(self._path, self._steps)
             except FileError as error:  # the model is trained, and its script goes on

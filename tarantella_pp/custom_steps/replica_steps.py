@@ -76,7 +76,6 @@ class ReplicaSteps:
 
     def __init__(self, model: Any, ranks: Communicator, gradient_dtype: str | None) -> None:
         self.communicator = ranks
-        self.prints = ranks.rank == ranks.size - 1  # and writes files
         self.logs: dict[str, Any] = {}  # Keras' logs after the last step
         # Called once, when all variables of the next training step are there.
         self.before_training: Callable[[], object] | None = None

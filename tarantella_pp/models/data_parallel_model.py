@@ -208,7 +208,7 @@ class OwnStepModel(TrainingLoops):
         with self._engine.communicator.call("compile", arguments=given, **options):
             super().compile(*args, **kwargs)
             self._engine.forget_compilation()
-        if self._engine.prints:
+        if self._engine.communicator.prints:
             model_validation.warn_of_compilation({"run_eagerly": self.run_eagerly})
 
     def _state_share(self) -> ReplicaState:

@@ -280,7 +280,7 @@ def _built(
             return found[0], True
         random.setstate(drawn)  # so that weights have the seeds of a model built at once
         on_all_ranks(ranks, "build the model", build)
-    if 1 < ranks.size == ranks.rank + 1:
+    if ranks.size > 1 and ranks.prints:
         logger.warning(
             "%s builds all of the model on every rank, not each its share: %s", method, reasons[0]
         )

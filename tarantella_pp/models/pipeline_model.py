@@ -255,7 +255,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             super().compile(*given.args[1:], **given.kwargs)
             self._optimizer_state = state
             self._renew()
-        if self._engine.prints:
+        if self._engine.communicator.prints:
             micro_batches = self._engine.num_micro_batches
             model_validation.warn_of_batch_statistics(self._engine.extracted, micro_batches)
             model_validation.warn_of_compilation(given.arguments, stacklevel=4)

@@ -40,9 +40,9 @@ _DATA = ("x", "y", "sample_weight", "validation_data", "class_weight")
 
 def _shown_by(engine: Any, verbose: str | int) -> str | int:
     """What this rank shows: one of them a bar, or in a file a line for each epoch."""
-    if engine.prints and verbose == "auto" and os.environ.get(_TERMINAL) == "0":
+    if engine.communicator.prints and verbose == "auto" and os.environ.get(_TERMINAL) == "0":
         return 2
-    return verbose if engine.prints else 0
+    return verbose if engine.communicator.prints else 0
 
 
 def surrounded(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,8 +50,7 @@ class Engine:
     ) -> None:
         self.extracted = extracted
         self.groups = groups
-        self.communicator = ranks = groups.world
-        self.prints = ranks.rank == ranks.size - 1  # and writes files
+        self.communicator = groups.world
         self.placement = plan.schedule_spec(groups.pipeline.size).placement
         # Keras' logs after the last step; empty once metrics are reset.
         self.logs: dict[str, Any] = {}
@@ -75,7 +74,7 @@ class Engine:
         )  # fmt: skip
         self.memory = MemoryCheck(plan, extracted, self.schedules, groups)
         self.feed = DataFeed(
-            ranks,
+            groups.world,
             needs_of_ranks(self.stages.model_inputs, self.placement, groups),
             functools.partial(standardize_inputs, model),
             self._shares,

@@ -119,7 +119,7 @@ class MemoryCheck:
         if not self.schedules.free:
             raise _asks_too_early(self.plan.schedule, reason)
         world, graph = self.groups.world, self.extracted.graph
-        if world.rank == world.size - 1:
+        if world.prints:
             outputs = sum(graph.tensors[tensor].bytes_per_sample for tensor in graph.outputs)
             warnings.warn(
                 f"{reason[0].upper()}{reason[1:]}, so it is computed of the whole batch at once, "
@@ -169,7 +169,7 @@ class MemoryCheck:
         """Warns, on one rank, of a batch that needs more than a rank's share of its host."""
         world = self.groups.world
         needed = plan.rank_bytes(self.groups.pipeline.size)
-        if max(needed) > memory and world.rank == world.size - 1:
+        if max(needed) > memory and world.prints:
             warnings.warn(
                 f"Rank {needed.index(max(needed))} of the pipeline needs "
                 f"{format_bytes(max(needed))} for a batch of {plan.batch_size} samples, and its "

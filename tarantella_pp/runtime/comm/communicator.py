@@ -61,6 +61,11 @@ class Communicator(Channel):
         found.is_alone, found.largest_tag = False, largest_tag
         return found
 
+    @property
+    def prints(self) -> bool:
+        """Whether this rank, the last one, shows what a user reads, and writes files."""
+        return self.rank == self.size - 1
+
     def progress(self) -> None:
         """Moves on all that this rank has begun, in all groups; never waits."""
         if not self.is_alone:

@@ -37,7 +37,7 @@ def get_master_rank() -> int:
 
 def is_master_rank() -> bool:
     """Returns whether this process is the one that prints and saves; true without other ranks."""
-    return get_rank() == get_master_rank()
+    return world().prints
 
 
 def barrier() -> None:

@@ -40,13 +40,13 @@ class StepSchedules:
         self._links = [(link.source, link.target) for link in links]
         self._gradient_links = [(link.source, link.target) for link in links if link.gradients]
         self._buckets = buckets
-        self._made: dict[tuple[ScheduleSpec | None, int], Schedule] = {}
+        self._made: dict[tuple[ScheduleSpec, int], Schedule] = {}
         if self.spec.name == SEARCHED and self.spec.custom is None:
             self.spec = searched(plan, self.spec, num_micro_batches)
 
     def inference(self, count: int) -> Schedule:
         """The schedule of forward passes only."""
-        return self._schedule(None, count)
+        return self._schedule(self._placed_alike("forward"), count)
 
     def training(self, count: int, whole_batch_reason: str | None) -> Schedule:
         """The schedule of the next training step."""
@@ -60,8 +60,11 @@ class StepSchedules:
     @property
     def gpipe(self) -> ScheduleSpec:
         """What runs where the loss needs the whole batch."""
+        return self._placed_alike("gpipe")
+
+    def _placed_alike(self, name: str) -> ScheduleSpec:
         spec = self.spec
-        return ScheduleSpec("gpipe", spec.num_stages, spec.num_ranks, where=spec.placement)
+        return ScheduleSpec(name, spec.num_stages, spec.num_ranks, where=spec.placement)
 
     @property
     def sees_batch_at_once(self) -> bool:
@@ -69,11 +72,11 @@ class StepSchedules:
         schedule = self._schedule(self.spec, self._num_micro_batches)
         return schedule.runs_all_forwards_first(self.spec.num_stages - 1)
 
-    def _schedule(self, spec: ScheduleSpec | None, count: int) -> Schedule:
-        """A schedule for some number of micro-batches; without a spec, forward passes only."""
+    def _schedule(self, spec: ScheduleSpec, count: int) -> Schedule:
+        """A schedule for some number of micro-batches."""
         if (spec, count) not in self._made:
-            plain = self.spec.make_inference(count) if spec is None else spec.make(count)
-            buckets = [] if spec is None else self._buckets
+            plain = spec.make(count)
+            buckets = self._buckets if plain.has_backward else []
             lowered = lower(plain, self._links, self._gradient_links, buckets)
             validate(lowered)
             self._made[spec, count] = lowered

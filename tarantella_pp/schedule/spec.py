@@ -101,12 +101,6 @@ class ScheduleSpec:
         """The named schedule that runs; for one that is searched for, the one till then."""
         return BEFORE_SEARCH if self.name == SEARCHED else self.name
 
-    def make_inference(self, num_micro_batches: int) -> Schedule:
-        """Makes the schedule of a step that runs forward only, computations only."""
-        return make_schedule(
-            "forward", self.num_stages, num_micro_batches, placement=self.placement
-        )
-
     def in_flight(self, num_micro_batches: int) -> tuple[int, ...]:
         """Returns the most micro-batches that each stage holds."""
         return self.make(num_micro_batches).held

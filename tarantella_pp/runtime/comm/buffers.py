@@ -6,6 +6,7 @@ The C library hands large blocks out again, and need not map fresh pages: see `a
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -50,24 +51,15 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        size = numpy_dtype(self.dtype).itemsize
-        for length in self.shape:
-            size *= length
-        return size
+        return math.prod(self.shape, start=numpy_dtype(self.dtype).itemsize)
 
     def __str__(self) -> str:
         return f"{numpy_dtype(self.dtype).name}[{','.join(map(str, self.shape))}]"
 
 
 def as_array(value: Any) -> NDArray[Any]:
-    """Returns a contiguous array on the memory of a tensor or array; copies only if it must."""
-    if isinstance(value, np.ndarray):
-        array = value
-    else:
-        try:
-            array = np.asarray(memoryview(value))
-        except (TypeError, BufferError, ValueError):
-            array = np.asarray(value)
+    """Returns a contiguous array on the memory of an array; copies only if it must."""
+    array = np.asarray(value)
     if array.dtype.hasobject:
         raise CommunicationError(
             "Only arrays of numbers can be sent between ranks. "

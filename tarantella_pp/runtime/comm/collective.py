@@ -176,16 +176,13 @@ def on_all_ranks(communicator: Communicator, what: str, work: Callable[[], Any])
         raise
     except Exception as caught:
         failure = caught
-    reasons = communicator.allgather_json(None if failure is None else _described(failure))
+    mine = None if failure is None else [type(failure).__name__, str(failure)]
+    reasons = communicator.allgather_json(mine)
     if failure is not None:
         raise failure
     for rank, reason in enumerate(reasons):
         if reason is not None:
             raise _error_of(communicator, rank, what, reason)
-
-
-def _described(error: Exception) -> list[str]:
-    return [type(error).__name__, str(error)]
 
 
 def _error_of(

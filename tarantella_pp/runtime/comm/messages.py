@@ -208,7 +208,7 @@ class Channel:
         # The receiver is on its way; what follows is not waited for.
         self.unsent()  # or a rank that never waits keeps all that it has sent
         self._outgoing.append(sending)
-        self.process.progress.add_sender(self.unsent)
+        self.process.progress.senders[self.unsent] = None
         return sending
 
     def post_receive(

@@ -22,34 +22,24 @@ class Progress:
 
     def __init__(self) -> None:
         self.expected = 0  # messages that this rank is ready to receive
-        self._senders: dict[Callable[[], bool], None] = {}
-        self._collectives: dict[Callable[[], bool], None] = {}
+        # Say whether any of their messages is left; those that have none are asked no more.
+        self.senders: dict[Callable[[], bool], None] = {}
+        # Move a collective on, and say whether it has ended; one that has is let go.
+        self.collectives: dict[Callable[[], bool], None] = {}
 
     def is_open(self) -> bool:
         """Whether anything is under way."""
-        return bool(self.expected or self._senders or self._collectives)
-
-    def add_sender(self, left: Callable[[], bool]) -> None:
-        """Asks from now on whether any of a sender's messages is left, until none is."""
-        self._senders[left] = None
-
-    def add_collective(self, ended: Callable[[], bool]) -> None:
-        """Moves a collective on from now on, until it has ended."""
-        self._collectives[ended] = None
-
-    def drop_collective(self, ended: Callable[[], bool]) -> None:
-        """Lets go of a collective that has ended, and with it of the memory of its result."""
-        self._collectives.pop(ended, None)
+        return bool(self.expected or self.senders or self.collectives)
 
     def poll(self) -> None:
         """Moves all on."""
         # A copy: a collective that ends may begin another, and whoever waits for one drops it.
-        for ended in [*self._collectives]:
+        for ended in [*self.collectives]:
             if ended():
-                self._collectives.pop(ended, None)
-        for left in [*self._senders]:
+                self.collectives.pop(ended, None)
+        for left in [*self.senders]:
             if not left():
-                del self._senders[left]
+                del self.senders[left]
 
 
 class BackgroundProgress:

@@ -55,7 +55,7 @@ class Executor:
     def run(self, schedule: Schedule, step: BatchStep) -> None:
         """Runs this rank's part of one step."""
         self.clear()
-        program = schedule.actions[self._messages.rank]
+        program = schedule.actions[self._messages.communicator.rank]
         window = send_window(schedule.name, schedule.num_stages, schedule.num_ranks)
         transfers = [action for action in program if isinstance(action, Transfer)]
         receives = [action for action in transfers if action.operation == "R"]
@@ -80,7 +80,7 @@ class Executor:
                 self._forward(stage, action, arrived, step)
             elif action.kind in ("R", "W"):
                 run = stage.repeat if action.kind == "R" else stage.backward_weight
-                with self._messages.computing():
+                with self._messages.communicator.computing():
                     run(action.micro_batch)
             else:
                 self._backward(stage, action, arrived, step)
@@ -136,7 +136,7 @@ class Executor:
     ) -> None:
         boundary, key = stage.boundary, action.micro_batch
         inputs = [*step.data(boundary.index, key), *arrived]
-        with self._messages.computing():
+        with self._messages.communicator.computing():
             if step.training:
                 outputs, added = stage.forward(key, inputs, step.share(key))
             else:
@@ -163,7 +163,7 @@ class Executor:
             *(sums[tensor] for tensor in boundary.outputs_with_gradient),
         ]
         run = stage.backward if action.kind == "BW" else stage.backward_input
-        with self._messages.computing():
+        with self._messages.communicator.computing():
             results = run(key, seeds)
         gradients = dict(zip(boundary.input_gradients, results, strict=True))
         for edge in boundary.receives:
@@ -213,15 +213,11 @@ class Recorder:
                 f"range(10, 15). Received: steps={steps!r}"
             )
         self._numbers = None if isinstance(steps, int) else steps
-        self._kept: deque[RecordedStep] = deque(maxlen=steps if isinstance(steps, int) else None)
+        # Those that are kept, in order, as of this rank alone.
+        self.steps: deque[RecordedStep] = deque(maxlen=steps if isinstance(steps, int) else None)
         self._count = 0
         self._begun: deque[tuple[float, float, float, float]] = deque(maxlen=MOST_SHARES)
         self.spans: MutableSequence[Span] = deque(maxlen=0)
-
-    @property
-    def steps(self) -> list[RecordedStep]:
-        """The steps that are kept, in order, as of this rank alone."""
-        return list(self._kept)
 
     @contextlib.contextmanager
     def step(self, schedule: Schedule, rows: int) -> Iterator[None]:
@@ -238,7 +234,7 @@ class Recorder:
         wait = sum(span.end - span.start for span in spans if is_wait(span.what))
         self._begun.append((start, end, busy, wait))
         if self._numbers is None or self._count in self._numbers:
-            self._kept.append(
+            self.steps.append(
                 RecordedStep(self._count, schedule, rows, ((start, end),), (tuple(spans),))
             )
         self._count += 1

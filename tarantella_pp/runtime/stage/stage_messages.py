@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ class StageMessages:
             from tarantella_pp.runtime.comm import tensor_buffers as conversion
         # Makes tensors arrays and arrays tensors. Stages without TensorFlow bring their own.
         self._conversion = conversion
-        self._communicator = communicator
+        self.communicator = communicator
         self._graph = graph
         self._edges = {(edge.source, edge.target): edge for edge in edges}
         self._numbers = {pair: number for number, pair in enumerate(self._edges)}
@@ -77,20 +76,11 @@ class StageMessages:
         self._window: int | None = None
         self._sent: dict[Link, deque[SendRequest]] = {}
 
-    @property
-    def rank(self) -> int:
-        """The rank whose messages these are."""
-        return self._communicator.rank
-
     def learn(self, dtypes: Mapping[BoundaryTensor, str]) -> None:
         """Takes note of the dtypes that stages give; sender and receiver must do so alike."""
         self._made |= dtypes
         self._formats.clear()
         self._specs.clear()
-
-    def computing(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a computation; see `Communicator.computing`."""
-        return self._communicator.computing()
 
     def begin(
         self, receives: Sequence[Transfer], sizes: Sequence[int], window: int | None = None
@@ -111,8 +101,8 @@ class StageMessages:
         arrays = [self._conversion.to_buffer(value) for value in values]
         if form.is_dynamic:
             shapes, label = [list(array.shape) for array in arrays], f"shapes of {form.label}"
-            self._communicator.send_json(shapes, [target], form.tag, label=label)
-        sending = self._communicator.send(arrays, target, form.tag, label=form.label)
+            self.communicator.send_json(shapes, [target], form.tag, label=label)
+        sending = self.communicator.send(arrays, target, form.tag, label=form.label)
         self._post_ahead()
         # Messages with shapes are not waited for: the receiver posts the second one late.
         if self._window is not None and action.direction == "F" and not form.is_dynamic:
@@ -155,12 +145,12 @@ class StageMessages:
         source, form = self._placement[action.source], self._format(action)
         # The receiver waits here, before it can make room for the tensors themselves.
         label = f"shapes of {form.label}"
-        shapes = self._communicator.receive_json(source, form.tag, label=label)
+        shapes = self.communicator.receive_json(source, form.tag, label=label)
         return self._post(action, list(map(TensorSpec, map(tuple, shapes), form.on_wire)))
 
     def _post(self, action: Transfer, specs: Sequence[TensorSpec]) -> RecvRequest:
         source, form = self._placement[action.source], self._format(action)
-        return self._communicator.post_receive(specs, source, form.tag, label=form.label)
+        return self.communicator.post_receive(specs, source, form.tag, label=form.label)
 
     def _format(self, action: Transfer) -> _MessageFormat:
         key = (action.direction, action.message)
@@ -176,9 +166,9 @@ class StageMessages:
         # MPI matches equal tags in the order of sending, and a stage may run micro-batches in
         # another order than the stage before: so no two messages of a step have the same tag.
         tag = _FIRST_TAG + channel + 2 * len(self._edges) * action.micro_batch
-        if tag > self._communicator.largest_tag:
+        if tag > self.communicator.largest_tag:
             raise CommunicationError(
-                f"Messages of this MPI have tags up to {self._communicator.largest_tag}, too few "
+                f"Messages of this MPI have tags up to {self.communicator.largest_tag}, too few "
                 f"for micro-batch {action.micro_batch}. Take a smaller num_micro_batches."
             )
         label = f"{'activations' if forward else 'gradients'} {action.source}>{action.target}"

@@ -153,9 +153,9 @@ class Compilation:
 
     def penalty(self) -> tf.Tensor:
         """What the regularizers of this rank's weights add to the loss, counted by one replica."""
-        if not self._speaks:
-            return tf.zeros((), keras.config.floatx())
-        return self.update.regularization_loss()
+        if self._speaks and self.update.penalizes:
+            return self.update.penalty()
+        return tf.zeros((), keras.config.floatx())
 
     def check_losses(self, training: bool) -> None:
         """Refuses, as Keras does, a step without a loss, and what cannot be added to its loss."""

@@ -65,11 +65,7 @@ class OptimizerStep:
         }
         self._measure = _compiled(self._measured)
         self._update = _compiled(self._apply_gradients)
-        self._penalty = tf.function(self._regularization, autograph=False)
-
-    def regularization_loss(self) -> tf.Tensor:
-        """The sum of the weight regularizers, once per batch; in Keras' default float type."""
-        return self._penalty() if self.penalizes else tf.zeros((), keras.config.floatx())
+        self.penalty = tf.function(self._regularization, autograph=False)
 
     @functools.cached_property
     def penalizes(self) -> bool:
@@ -161,6 +157,7 @@ class OptimizerStep:
     # What follows runs inside TensorFlow's functions.
 
     def _regularization(self) -> tf.Tensor:
+        """The sum of the weight regularizers, once per batch; in Keras' default float type."""
         dtype = keras.config.floatx()
         terms = [tf.cast(w.regularizer(w), dtype) for w in self._weights if w.regularizer]
         return tf.add_n([tf.zeros((), dtype), *terms])

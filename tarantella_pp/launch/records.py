@@ -137,11 +137,6 @@ class Record:
     step: int | None = None  # how far `fit` has come
     is_final: bool = False  # whether it would fail the same way if it was started again
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more comes of this rank."""
-        return self.state in (FINISHED, FAILED)
-
 
 def write(file: int, rank: int, **fields: Any) -> None:
     """Writes what has changed in the record of a rank, for the launcher to read."""
@@ -161,7 +156,7 @@ class Records(dict[int, Record]):
         super().__init__()
         self.num_ranks = num_ranks
         self._count = 0
-        self._last = time.monotonic()
+        self.last = time.monotonic()  # when a record came
 
     def take(self, line: bytes) -> None:
         """Takes a line that `write` has written; one that was garbled on its way is left out."""
@@ -178,7 +173,7 @@ class Records(dict[int, Record]):
             self[rank] = dataclasses.replace(known, **fields)
         except (ValueError, TypeError, KeyError, AttributeError):
             return
-        self._last = time.monotonic()
+        self.last = time.monotonic()
 
     def all_in(self, *states: str) -> bool:
         """Whether every rank is in one of `states`."""
@@ -187,10 +182,6 @@ class Records(dict[int, Record]):
     def missing(self) -> list[int]:
         """Returns the ranks that have not been heard of."""
         return [rank for rank in range(self.num_ranks) if rank not in self]
-
-    def age(self) -> float:
-        """Returns the seconds since the last record came."""
-        return time.monotonic() - self._last
 
     def first_failure(self) -> Record | None:
         """Returns the record of the rank that failed first, which MPI has not ended for another."""

@@ -258,8 +258,9 @@ class JobRun:
         if not self._launcher.is_hydra or not self._hosts or now < self._next_look:
             return None
         self._next_look = now + LOOK_SECONDS
+        over = {rank for rank, it in self._records.items() if it.state in (FINISHED, FAILED)}
         for host, shell in self._shells.items():
-            left = [r for r in host.ranks if r not in self._records or not self._records[r].is_over]
+            left = [rank for rank in host.ranks if rank not in over]
             if processes.is_alive(shell) or not left:
                 continue
             # Only at the second look is it certain that no record of its ranks is on its way.
@@ -279,8 +280,7 @@ class JobRun:
         missing = self._records.missing()
         if not missing or not (self._records or self._hosts):  # a batch system may have to wait
             return False
-        since = time.monotonic() - start
-        if (self._records.age() if self._records else since) <= START_SECONDS:
+        if time.monotonic() - (self._records.last if self._records else start) <= START_SECONDS:
             return False
         late = f"ranks {missing} did not start within {START_SECONDS:g} s{self._advice()}"
         self._fail(f"tarantella: {late}\n")

@@ -61,13 +61,9 @@ class StepTrace:
         self.results: Any = None  # in the structure that the step returns, tensors or `None`
         traced = tf.function(self._trace, input_signature=list(specs), autograph=False)
         self.function = traced.get_concrete_function()
+        self.graph = self.function.graph
         self.inputs = self.function.inputs[: len(specs)]
         self._check_random()
-
-    @property
-    def graph(self) -> Any:
-        """The traced graph."""
-        return self.function.graph
 
     @property
     def outputs(self) -> list[tf.Tensor]:

@@ -170,7 +170,7 @@ class BatchStep:
         parts = ([loss.total, *loss.each] for loss in self._losses)
         losses = [tf.add_n(summands) for summands in zip(*parts, strict=True)]
         # A replica's share counts, or of the first one the whole.
-        spare = self._exchange.replica > 0 if self._at_once else batch.share.is_spare
+        spare = self._exchange.peers.rank > 0 if self._at_once else batch.share.is_spare
         if spare:
             losses = [tf.zeros_like(loss) for loss in losses]
         losses[0] += self.added + tf.constant(elsewhere, self._dtype)

@@ -61,16 +61,12 @@ class DataFeed:
         self._communicator = communicator
         self._needs = needs
         self._need = needs[communicator.rank]
+        self.replica = self._need.replica  # whose samples this rank gets
         self._standardize = standardize
         self._shares = shares
         first = {need.replica: rank for rank, need in reversed(list(enumerate(needs)))}
         # The first rank of each replica reads for it where each of them reads.
         self.readers = [first[replica] for replica in sorted(first)]
-
-    @property
-    def replica(self) -> int:
-        """The replica whose samples this rank gets."""
-        return self._need.replica
 
     def batches(self, source: Iterable[Any] | None, *, is_split: bool = False) -> Iterator[Batch]:
         """Iterates over the batches of one epoch, on all ranks together."""
@@ -103,7 +99,7 @@ class DataFeed:
         inputs, _, structures = self._opened(arrays.whole(slice(0, 1)))
         signature = _signature(inputs, *structures)
         for order in orders:
-            own = order[self._shares(len(order))[self._need.replica].own_rows]
+            own = order[self._shares(len(order))[self.replica].own_rows]
             inputs, targets = self._own_parts(arrays, own, order)
             wanted = self._wanted(self._need, len(inputs)) if inputs else ()
             yield self._batch(len(order), {i: inputs[i] for i in wanted}, targets, signature)
@@ -227,7 +223,7 @@ class DataFeed:
             y_struct, w_struct = structures
             count = len(tensors_in(y_struct))
             y, weight = rebuild(y_struct, leaves[:count]), rebuild(w_struct, leaves[count:])
-        share = shares[self._need.replica]
+        share = shares[self.replica]
         return Batch(rows, shares, share, inputs, y, weight, tuple(structures), signature)
 
 

@@ -63,57 +63,50 @@ class ReplicaExchange:
     """
 
     def __init__(self, peers: Communicator) -> None:
-        self._peers = peers
-
-    @property
-    def replica(self) -> int:
-        """The replica of this rank."""
-        return self._peers.rank
+        self.peers = peers
 
     def added_up(self, scalars: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The sum over the replicas of each number."""
-        if self._peers.size == 1 or not scalars:
+        if self.peers.size == 1 or not scalars:
             return list(scalars)
         values = np.array([float(scalar) for scalar in scalars], np.float64)
-        self._peers.allreduce(values)
+        self.peers.allreduce(values)
         return [tf.constant(v, s.dtype) for v, s in zip(values, scalars, strict=True)]
 
     def joined(self, tensors: Sequence[tf.Tensor], rows: Sequence[int]) -> list[tf.Tensor]:
         """Puts the samples of all replicas together."""
-        if self._peers.size == 1:
+        if self.peers.size == 1:
             return list(tensors)
-        own, gathered = rows[self._peers.rank], []
+        own, gathered = rows[self.peers.rank], []
         for tensor in tensors:
             per_sample = tensor.shape[0] // max(own, 1)
             array = to_buffer(tensor)[: own * per_sample]  # without samples it has one to run
             counts = [count * per_sample for count in rows]
             gathered.append(
-                self._peers.start_allgather([array], counts, label="samples of replicas")
+                self.peers.start_allgather([array], counts, label="samples of replicas")
             )
         return [to_tensor(request.wait()[0]) for request in gathered]
 
     def values_of_all(self, variables: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
         """The value of each variable on every replica; all values travel at once."""
         label = "state of forward passes"
-        requests = [
-            self._peers.start_allgather([value_of(v)[None]], label=label) for v in variables
-        ]
+        requests = [self.peers.start_allgather([value_of(v)[None]], label=label) for v in variables]
         return [request.wait()[0] for request in requests]
 
     def begin_metrics(self, variables: Sequence[Any]) -> None:
         """Has the metrics of all replicas but the first count from zero; see `merge_metrics`."""
-        if self._peers.rank > 0:
+        if self.peers.rank > 0:
             for variable in variables:
                 variable.assign(tf.zeros_like(variable.value))
 
     def merge_metrics(self, variables: Sequence[Any]) -> None:
         """Gives every replica the sum of the states of metrics that add up."""
-        if self._peers.size == 1:
+        if self.peers.size == 1:
             return
         states = [np.atleast_1d(variable.numpy()) for variable in variables]
         # Each has its tag: a sum in several rounds must not take another one's messages.
         sums = [
-            self._peers.start_allreduce(state, tag=tag, label="metrics")
+            self.peers.start_allreduce(state, tag=tag, label="metrics")
             for tag, state in enumerate(states)
         ]
         for variable, request in zip(variables, sums, strict=True):

@@ -209,7 +209,8 @@ class PartsProbe:
         self._function, self._inputs = function, list(inputs)
         self._effects, written = writes
         needed = ancestors([*fetches, *(t for op in self._effects for t in op.inputs)])
-        self._draws = [op.outputs[0] for op in operations if op in needed and DRAWS.match(op.type)]
+        # The random numbers that the function draws.
+        self.draws = [op.outputs[0] for op in operations if op in needed and DRAWS.match(op.type)]
         self._fetches = list(fetches)
         self._variables = list(written)
         self._disturbed = disturbed
@@ -253,8 +254,8 @@ class PartsProbe:
             specs = [tf.TensorSpec(tensor.shape, graph.dtype(tensor.dtype)) for tensor in given]
             return unoptimized()(CompiledFunction(carved, specs).__call__)
 
-        self._draw = compiled(self._inputs, self._draws) if self._draws else lambda *_: []
-        self._run = compiled([*self._inputs, *self._draws], self._fetches, self._effects)
+        self._draw = compiled(self._inputs, self.draws) if self.draws else lambda *_: []
+        self._run = compiled([*self._inputs, *self.draws], self._fetches, self._effects)
 
     def compare(
         self,
@@ -303,16 +304,11 @@ class PartsProbe:
 
     def counters(self) -> list[int]:
         """Which of the variables that the function writes say what random numbers are drawn."""
-        sources = [tensor for draw in self._draws for tensor in draw.op.inputs[1:]]
+        sources = [tensor for draw in self.draws for tensor in draw.op.inputs[1:]]
         names = {op.name for op in ancestors(sources) if op.type == "Placeholder"}
         captures = self._function.graph.captures
         handles = {id(outer) for outer, inner in captures if inner.op.name in names}
         return [i for i, v in enumerate(self._variables) if id(v.handle) in handles]
-
-    @property
-    def draws(self) -> bool:
-        """Whether the function draws random numbers."""
-        return bool(self._draws)
 
     def _trial(
         self, inputs: Sequence[tf.Tensor], draws: Sequence[tf.Tensor] | None = None

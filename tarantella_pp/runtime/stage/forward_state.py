@@ -194,7 +194,7 @@ class ForwardState:
     def end(self, counts: Sequence[int], training: bool) -> None:
         """Gives all replicas the state after the whole batch, given their micro-batches."""
         self._set_seeds(sum(counts), training)
-        if not counts[self._exchange.replica]:  # it has run one nevertheless
+        if not counts[self._exchange.peers.rank]:  # it has run one nevertheless
             self._exchange.begin_metrics(self._metrics)
         self._exchange.merge_metrics(self._metrics)
         if training:

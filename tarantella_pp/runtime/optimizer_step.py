@@ -76,7 +76,8 @@ class OptimizerStep:
         """Starts to add up the gradients of a bucket over the replicas; never waits."""
         weights = self._buckets[stage, bucket]
         # What other stages add, of this rank or of others, is there only when `gather` is called.
-        if not any(len(self._places.get(id(w), ())) > 1 or self._ties.is_tied(w) for w in weights):
+        tied = self._ties.tied
+        if not any(len(self._places.get(id(w), ())) > 1 or id(w) in tied for w in weights):
             self._start((stage, bucket), {}, counts)
 
     def gather(self, counts: bool) -> Arrived:

@@ -167,7 +167,7 @@ def allgather(
     return outs
 
 
-def _others(channel: Channel) -> list[int]:
+def next_first(channel: Channel) -> list[int]:
     """The other ranks, each rank beginning with the next: not all of them send to one at once."""
     return [(channel.rank + step) % channel.size for step in range(1, channel.size)]
 
@@ -201,7 +201,7 @@ def _combine_segments(
     """Every rank gets its segment of all ranks, and combines them, in its own row if given."""
     mine = sent[segments[channel.rank]]
     spec = [TensorSpec(mine.shape, mine.dtype)]
-    others = _others(channel)
+    others = next_first(channel)
     receives = {
         rank: channel.post_receive(
             spec, rank, tag, label=label, into=None if rows is None else [rows[rank]]
@@ -246,7 +246,7 @@ def _spread(
         return [out[places[rank]] for out, places in zip(outs, segments, strict=True)]
 
     receives = []
-    others = _others(channel)
+    others = next_first(channel)
     for rank in others:
         parts = parts_of(rank)
         if any(part.size for part in parts):

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tarantella_pp.errors import ReplicaError
 from tarantella_pp.runtime.comm import tensor_buffers
 from tarantella_pp.runtime.comm.collective import digest
+from tarantella_pp.runtime.comm.collectives import next_first
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.weights.gradient_reduction import DENSE, NOTHING, kind_of
 from tarantella_pp.runtime.weights.slices import Gradient
@@ -38,17 +39,9 @@ class TiedWeights:
                 self._lenders.setdefault(first, []).append(variable)
             for rank in others if communicator.rank == first else ():
                 self._borrowers.setdefault(rank, []).append(variable)
-        self._tied = {id(variable) for variable, _ in weights}
+        self.tied = {id(variable) for variable, _ in weights}  # all that several ranks have
+        self.exist = bool(self._lenders or self._borrowers)  # whether this rank has any of them
         self.copies = Copies(communicator, self._borrowers, self._lenders)
-
-    @property
-    def exist(self) -> bool:
-        """Whether this rank has any weights that others have, too."""
-        return bool(self._lenders or self._borrowers)
-
-    def is_tied(self, variable: Any) -> bool:
-        """Returns whether several ranks have a variable."""
-        return id(variable) in self._tied
 
     def hand_over(self, gradient_of: Callable[[Any], Gradient]) -> None:
         """Sends the gradients of weights that other ranks train."""
@@ -131,8 +124,7 @@ class Copies:
     def publish(self) -> None:
         """Sends the values that this rank has updated; all ranks must call it."""
         label, ranks = "updated weights", self._communicator
-        # Each rank begins with another one, so that none is sent everything at once.
-        others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
+        others = next_first(ranks)
         for rank in others:
             if variables := self._received.get(rank):
                 specs = [_specs(variable, DENSE)[0] for variable in variables]

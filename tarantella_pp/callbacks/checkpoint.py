@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import types
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -299,13 +299,6 @@ class Checkpoint(keras.callbacks.Callback):
             if name in saved.callbacks:
                 data.remind(callback, saved.callbacks[name])
 
-    def _merged(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """What all ranks know together; the first that knows a thing counts."""
-        merged: dict[str, Any] = {}
-        for theirs in reversed(self._ranks.allgather_json(mine)):
-            merged |= theirs
-        return merged
-
     def _write(self, logs: Mapping[str, Any]) -> None:
         """Writes a checkpoint, unless there is one or the loss is none to go on with."""
         now = (self._step, self._epoch)  # an epoch may end after its last step was written
@@ -327,7 +320,8 @@ class Checkpoint(keras.callbacks.Callback):
             "position": position, "facts": self._facts,
             "history": {name: list(values) for name, values in self._history.items()},
             "logs": {name: _number(value) for name, value in engine.logs.items()},
-            "callbacks": self._merged(states),
+            # Of each the state on the first rank that has it.
+            "callbacks": dict(ChainMap(*self._ranks.allgather_json(states))),
             "plan": plan and json.loads(plan.to_json()),
             **self._configs,
             "versions": {"keras": keras.__version__, "tensorflow": tf.__version__},

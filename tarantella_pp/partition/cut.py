@@ -66,11 +66,6 @@ class Prices:
     # What stages have of memory at the least, and what each may have; `None` for any
     limits: Limits | None = None
 
-    @property
-    def num_stages(self) -> int:
-        """Number of stages."""
-        return len(self.times)
-
     def bound(self, blocks: Blocks) -> float:
         """Returns what the dearest stage costs at the least: its share, or the heaviest block."""
         heaviest = summed(blocks.owner, self.once + self.times.min() * self.each).max()
@@ -272,7 +267,7 @@ class _Paths:
         cap = cap * (1 + TOLERANCE)
         left = self._once[-1] - self._once, self._each[-1] - self._each
         windows = [np.zeros(1, np.intp)]
-        for stage in range(1, prices.num_stages):
+        for stage in range(1, len(prices.times)):
             fits = prices.fits(slice(stage), cap, self._once, self._each)
             fits &= prices.fits(slice(stage, None), cap, *left)
             windows.append(np.flatnonzero(fits))
@@ -295,7 +290,7 @@ class _Paths:
         windows = self._windows(cap)
         ahead = self._ahead(windows, cap)
         reached, origins = np.zeros(1), []
-        for stage in range(self._prices.num_stages):
+        for stage in range(len(self._prices.times)):
             begins, ends = windows[stage : stage + 2]
             if not len(begins) or not len(ends):
                 return None

@@ -46,23 +46,19 @@ class StepSchedules:
 
     def inference(self, count: int) -> Schedule:
         """The schedule of forward passes only."""
-        return self._schedule(self._placed_alike("forward"), count)
+        return self._schedule(self.placed_alike("forward"), count)
 
     def training(self, count: int, whole_batch_reason: str | None) -> Schedule:
         """The schedule of the next training step."""
         if whole_batch_reason is not None and count > 1:
             if self.free:
-                return self._schedule(self.gpipe, count)
+                return self._schedule(self.placed_alike("gpipe"), count)
             if not self.sees_batch_at_once:  # found with the targets of the first batch
                 raise _asks_too_early(self.spec.name, whole_batch_reason)
         return self._schedule(self.spec, count)
 
-    @property
-    def gpipe(self) -> ScheduleSpec:
-        """What runs where the loss needs the whole batch."""
-        return self._placed_alike("gpipe")
-
-    def _placed_alike(self, name: str) -> ScheduleSpec:
+    def placed_alike(self, name: str) -> ScheduleSpec:
+        """Another schedule with stages on the same ranks."""
         spec = self.spec
         return ScheduleSpec(name, spec.num_stages, spec.num_ranks, where=spec.placement)
 
@@ -147,7 +143,7 @@ class MemoryCheck:
         """The plan for a batch whose outputs are used so."""
         held = None
         if outputs.loss_at_once is not None and self.schedules.free:
-            held = self.schedules.gpipe.in_flight(self.plan.num_micro_batches)
+            held = self.schedules.placed_alike("gpipe").in_flight(self.plan.num_micro_batches)
         return with_batch(self.plan, self.extracted.graph, batch_size, outputs, held)
 
     def _refuse(self, plan: Plan) -> None:

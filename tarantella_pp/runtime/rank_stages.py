@@ -71,7 +71,7 @@ class RankStages(dict[int, Stage]):
         self._forward_state = ForwardState(
             [call for module in self.modules.values() for call in module.layer.calls],
             [module.statistics for module in self.modules.values()],
-            groups.peers,
+            self.exchange,
         )
         self.have_run = False
         self._messages = messages
@@ -180,7 +180,8 @@ class RankStages(dict[int, Stage]):
 
     def find_fallbacks(self) -> dict[int, str]:
         """Returns which stages of any rank could not be cut, and why; all ranks must call it."""
-        mine = {str(i): stage.fallback for i, stage in self.items() if stage.fallback}
+        reasons = {str(i): stage.passes.fallback for i, stage in self.items()}
+        mine = {i: reason for i, reason in reasons.items() if reason}
         everywhere = self._groups.pipeline.allgather_json(mine)
         return {int(i): reason for theirs in everywhere for i, reason in theirs.items()}
 

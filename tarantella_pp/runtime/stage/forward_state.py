@@ -14,7 +14,6 @@ import tensorflow as tf
 from tarantella_pp.internals.functional import layer_metrics
 from tarantella_pp.internals.training import batch_norms, reported_moments, running_states
 from tarantella_pp.partition.graph.calls import Call
-from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.process_groups import ReplicaExchange
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
 
@@ -149,13 +148,16 @@ class ForwardState:
     """
 
     def __init__(
-        self, calls: Sequence[Call], statistics: Sequence[BatchStatistics], peers: Communicator
+        self,
+        calls: Sequence[Call],
+        statistics: Sequence[BatchStatistics],
+        exchange: ReplicaExchange,
     ) -> None:
-        self._exchange = ReplicaExchange(peers)
+        self._exchange = exchange
         self._of_batch = statistics
         self._averages: dict[int, Any] = {}
         seeds: dict[int, Any] = {}
-        shared = calls if peers.size > 1 else ()
+        shared = calls if exchange.peers.size > 1 else ()
         for operation in (call.operation for call in shared):
             for part in batch_norms(operation):
                 self._averages |= {id(v): v for v in part.non_trainable_variables}

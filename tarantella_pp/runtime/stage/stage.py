@@ -34,7 +34,7 @@ class TrainingPasses:
         # The pass for any shape seen so far, and the inputs that it takes.
         self.general: TrainingPass | None = None
         self.specs: list[tf.TensorSpec] = []
-        self.fallback: str | None = None
+        self.fallback: str | None = None  # why the stage could not be cut in three, if so
 
     def __iter__(self) -> Iterator[TrainingPass]:
         return iter(set(self._known.values()))
@@ -151,7 +151,7 @@ class Stage:
         self.boundary = boundary
         self.module = StageModule(boundary, calls)
         self._first: list[tf.TensorSpec] = []
-        self._passes = TrainingPasses(self.module, flops_per_byte or [0.0] * len(calls))
+        self.passes = TrainingPasses(self.module, flops_per_byte or [0.0] * len(calls))
         self._running: dict[int, TrainingPass] = {}
         run = functools.partial(self.module.run, training=False)
         # As in Keras, predictions are traced apart: a layer may be another one by then.
@@ -159,14 +159,9 @@ class Stage:
         self._inference = made(), made()
 
     @property
-    def fallback(self) -> str | None:
-        """Why it could not be cut in three, if so."""
-        return self._passes.fallback
-
-    @property
     def residual_bytes(self) -> int | None:
         """Bytes kept of a micro-batch of the shapes seen first; `None` for loops and on tapes."""
-        found = self._passes.general
+        found = self.passes.general
         return found.residual_bytes if isinstance(found, SplitBackward) else None
 
     def run_once(self, inputs: Sequence[tf.Tensor], share: float, training: bool) -> None:
@@ -183,7 +178,7 @@ class Stage:
         """Runs one micro-batch forward in training mode and keeps what backward needs."""
         if not self._first:
             self._first = specs_of(inputs)
-        work = self._running[key] = self._passes.for_inputs(inputs, self._first)
+        work = self._running[key] = self.passes.for_inputs(inputs, self._first)
         with self._weighed(share, training=True):
             return work.forward(key, inputs)
 
@@ -218,13 +213,13 @@ class Stage:
         if all(coming) and not self.module.blocks:
             sums.reached = [True] * len(sums.weights)
             return [True] * len(self.boundary.input_gradients)
-        connected, sums.reached = self.module.connected(self._passes.specs, coming)
+        connected, sums.reached = self.module.connected(self.passes.specs, coming)
         return connected
 
     def clear(self) -> None:
         """Forgets the micro-batches in flight and the gradients so far."""
         self._running.clear()
-        for work in self._passes:
+        for work in self.passes:
             work.clear()
         self.module.accumulator.reset()
         self.module.statistics.clear()

@@ -139,7 +139,7 @@ def test_what_runs_again_changes_no_bit():
             found.append(trained(model))
             stages_ = model._engine.stages.values()
             found[-1] = found[-1], sum(stage.residual_bytes or 0 for stage in stages_)
-        repeating = [work for stage in stages_ for work in stage._passes]
+        repeating = [work for stage in stages_ for work in stage.passes]
     (values, kept), *others = found
     for other, less in others:
         np.testing.assert_array_equal(values, other)

@@ -68,9 +68,10 @@ class Launcher(abc.ABC):
     executable: str
     rank_variable: ClassVar[str]
     local_rank_variable: ClassVar[str]
-    # Whether it neither ends when the remote shell of a host has, as ssh does for a dead one, nor
-    # hands on more than 64 KiB of input that rank 0 does not read at once.
-    is_hydra: ClassVar[bool] = False
+    # Whether it ends when the remote shell of a host has, as ssh does for a dead one.
+    notices_dead_hosts: ClassVar[bool] = True
+    # Whether it hands on more than 64 KiB of input that rank 0 does not read at once.
+    hands_on_input: ClassVar[bool] = True
 
     @abc.abstractmethod
     def command(self, job: Job) -> list[str]:
@@ -98,7 +99,7 @@ class Mpich(Launcher):
 
     rank_variable = "PMI_RANK"
     local_rank_variable = "MPI_LOCALRANKID"
-    is_hydra = True
+    notices_dead_hosts = hands_on_input = False
 
     def command(self, job: Job) -> list[str]:
         options = ["-hosts", _slots(job.hosts)] if job.hosts else []

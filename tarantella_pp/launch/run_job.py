@@ -183,7 +183,7 @@ class JobRun:
 
     def _start(self) -> subprocess.Popen[bytes]:
         parent, command, size = os.getpid(), self._attempt.command, self._attempt.num_ranks
-        by_mpi = not self._launcher.is_hydra or self._hosts or not sys.stdin or os.isatty(0)
+        by_mpi = self._launcher.hands_on_input or self._hosts or not sys.stdin or os.isatty(0)
         try:
             return subprocess.Popen(
                 list(command),
@@ -255,7 +255,7 @@ class JobRun:
     def _on_dead_host(self, mpi: int) -> Record | None:
         """Returns the failure of a rank whose host is dead: MPICH does not look at its ssh."""
         now = time.monotonic()
-        if not self._launcher.is_hydra or not self._hosts or now < self._next_look:
+        if self._launcher.notices_dead_hosts or not self._hosts or now < self._next_look:
             return None
         self._next_look = now + LOOK_SECONDS
         over = {rank for rank, it in self._records.items() if it.state in (FINISHED, FAILED)}

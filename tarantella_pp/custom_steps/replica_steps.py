@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.custom_steps.prepared_step import PreparedStep
+from tarantella_pp.custom_steps.prepared_step import PreparedStep, tensors_of
 from tarantella_pp.custom_steps.step_probe import StepKinds, found_kinds
 from tarantella_pp.custom_steps.step_trace import StepTrace
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
@@ -58,11 +58,6 @@ class StepFeed(DataFeed):
         self, arrays: ArrayRows, own: Any, order: Any
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         return describe(arrays.whole(own))[1], []
-
-
-def _given(batch: Batch) -> list[tf.Tensor]:
-    """All tensors of a batch, as they are in its structure."""
-    return [batch.inputs[i] for i in range(len(batch.inputs))]
 
 
 # The rank that tries a step: it has the first samples of each batch.
@@ -167,7 +162,7 @@ class ReplicaSteps:
             )
         found = on_one_rank(
             ranks, _TRIES, f"try {what}",
-            lambda: found_kinds(tried, _given(batch), what, by_rows=name == "predict_step"),
+            lambda: found_kinds(tried, tensors_of(batch), what, by_rows=name == "predict_step"),
         )  # fmt: skip
         kinds = StepKinds(*found)
         statistics.waits = tried.read_late() is None
@@ -175,7 +170,7 @@ class ReplicaSteps:
 
     def _trace(self, name: str, batch: Batch, around: Any) -> StepTrace:
         """Traces a step; once more if that has made variables, which are there then."""
-        specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in _given(batch)]
+        specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in tensors_of(batch)]
 
         makes = False
 

@@ -155,6 +155,7 @@ class Records(dict[int, Record]):
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
         self.num_ranks = num_ranks
+        self._pieces: dict[int, list[str]] = {}  # of texts whose records have not come yet
         self._count = 0
         self.last = time.monotonic()  # when a record came
 
@@ -165,7 +166,9 @@ class Records(dict[int, Record]):
             rank = int(fields.pop("rank"))
             known = self.get(rank, Record(rank))
             if "piece" in fields:
-                fields["details"] = known.details + fields.pop("piece")
+                self._pieces.setdefault(rank, []).append(fields.pop("piece"))
+            elif pieces := self._pieces.pop(rank, []):
+                fields["details"] = known.details + "".join(pieces)
             if "status" in fields:
                 fields = _of_exit(known, fields["status"])
             if "state" in fields:

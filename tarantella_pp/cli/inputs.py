@@ -91,7 +91,7 @@ def is_graph(source: str) -> bool:
 def build_model(source: str) -> Any:
     """Makes the Keras model that a MODEL names."""
     if source.endswith(".keras"):
-        path = existing_file(source)
+        path = _saved(source)
         with quiet_keras(source) as keras:
             return keras.models.load_model(path, compile=False)
     if ":" in source:
@@ -107,13 +107,15 @@ def build_without_weights(source: str) -> Any:
         from tarantella_pp.partition.node_link import load_graph
 
         return load_graph(existing_file(source))
-    file = source if source.endswith(".keras") else source.rpartition(":")[0]
-    if file.endswith((".keras", ".py")):
-        existing_file(file)  # before what takes seconds is loaded
+    is_saved, script = source.endswith(".keras"), source.rpartition(":")[0]
+    if is_saved:  # before what takes seconds is loaded
+        _saved(source)
+    elif script.endswith(".py"):
+        existing_file(script)
     with quiet_keras(f"keras.applications.{source}" if source.isidentifier() else source):
         from tarantella_pp.models.deferred_init import described_model, only_shapes
     with only_shapes():
-        if not source.endswith(".keras") or not zipfile.is_zipfile(source):
+        if not is_saved:
             return build_model(source)
         with quiet_keras(source):
             return described_model(_config(source))
@@ -127,6 +129,12 @@ def optimizer_of(source: str, model: Any) -> Any:
         # Not by compiling: that would need the custom losses and metrics of the file as well.
         optimizer = (_config(source).get("compile_config") or {}).get("optimizer")
         return None if optimizer is None else keras.optimizers.get(optimizer)
+
+
+def _saved(file: str) -> Path:
+    if not zipfile.is_zipfile(existing_file(file)):  # Keras would say that it is not there
+        raise ConfigurationError(f"{file!r} is damaged, or no .keras file: save it again.")
+    return Path(file)
 
 
 def _config(file: str) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def test_a_keras_file(command, script, tmp_path) -> None:
     assert made["optimizer"] == "SGD"
     assert all(stage["optimizer_bytes"] <= 16 for stage in made["stages"])
     (tmp_path / "broken.keras").write_bytes(b"not a zip file")
-    assert "broken.keras raised" in command.fails(1, "plan", "make", "broken.keras", "--stages", 2)
+    assert "is damaged" in command.fails(2, "plan", "make", "broken.keras", "--stages", 2)
 
 
 def test_an_application(command, script, tmp_path) -> None:

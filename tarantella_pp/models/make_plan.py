@@ -235,14 +235,22 @@ def _plan_of(extracted: ExtractedModel | NamedGraph, options: PlanOptions) -> Pl
         per_rank = checked_count("stages_per_rank", options.stages_per_rank)
     elif custom is not None:
         per_rank = custom.num_stages // custom.num_ranks
-    shapes = _shapes(options, per_rank)
+    operations = len(extracted.graph.nodes)
+    shapes = _shapes(options, per_rank, operations)
+    if not shapes:
+        raise ConfigurationError(
+            f"Ranks are stages x replicas / stages_per_rank, of at most {operations} stages, each "
+            f"with an operation, and {options.batch_size} replicas, each with a sample. Received: "
+            f"num_ranks={options.num_ranks}, num_stages={options.num_stages}, num_replicas="
+            f"{options.num_replicas}, stages_per_rank={per_rank}"
+        )
     if options.balance == "time" and options.profile is None:
         options = replace(options, profile=_measured(extracted, options, shapes[0][1]))
     planner = Planner.of(extracted, options.optimizer, options.profile, machine, assignment)
     if len(shapes) == 1:
         planner.check_stages(shapes[0][0])
     if len(shapes) > 1:
-        shapes = _possible(shapes, planner, options) or shapes[-1:]  # one to be refused
+        shapes = _possible(shapes, planner, options) or shapes[-1:]  # as few replicas as can be
     searches = _searches(planner, options, custom, shapes)
     chosen = choose_plan(searches, lambda best: _further(planner, options, shapes, best))
     if chosen is None:
@@ -285,7 +293,7 @@ def _further(
         return found
     rank_limit = None
     if options.num_stages is None and options.stages_per_rank is None:
-        shapes = _possible(_shapes(options, 2), planner, options)
+        shapes = _possible(_shapes(options, 2, len(planner.graph.nodes)), planner, options)
         rank_limit = parse_bytes(cast("int | str", options.memory_limit), "memory_limit")
         options = replace(options, memory_limit=None)
     folded = [shape for shape in shapes if shape[0] == 2 * shape[2] >= LEAST_FOLDED]
@@ -360,14 +368,12 @@ def _possible(shapes: list[Shape], planner: Planner, options: PlanOptions) -> li
     return [
         (stages, replicas, ranks)
         for stages, replicas, ranks in shapes
-        if replicas <= most and _has_stages(stages, planner, options)
+        if replicas <= most and _recomputes(stages, options)
     ]
 
 
-def _has_stages(num_stages: int, planner: Planner, options: PlanOptions) -> bool:
-    """Whether a model can have these stages, and the ones that are to recompute exist."""
-    if num_stages > len(planner.graph.nodes):
-        return False
+def _recomputes(num_stages: int, options: PlanOptions) -> bool:
+    """Whether the stages that are to recompute exist."""
     try:
         stages_to_recompute(options.recompute or "none", num_stages)
     except ConfigurationError:
@@ -391,7 +397,8 @@ def _has_loops(planner: Planner) -> bool:
     return any(node.kind in LOOPS for node in planner.graph.nodes)
 
 
-def _shapes(options: PlanOptions, per_rank: int) -> list[Shape]:
+def _shapes(options: PlanOptions, per_rank: int, operations: int) -> list[Shape]:
+    """Returns the shapes that so many ranks, operations and samples allow."""
     num_stages, num_replicas, num_ranks = (
         None if value is None else checked_count(name, value)
         for name in ("num_stages", "num_replicas", "num_ranks")
@@ -400,19 +407,15 @@ def _shapes(options: PlanOptions, per_rank: int) -> list[Shape]:
     if num_ranks is None:
         shapes = [(checked_count("num_stages", num_stages), num_replicas or 1)]
     else:
-        counts = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-        shapes = [(n * per_rank, num_ranks // n) for n in counts]
-    found = [
+        batch = checked_count("batch_size", options.batch_size)
+        most = min(num_ranks, operations // per_rank)
+        counts = range(1, most + 1) if num_stages is None else [max(1, num_stages // per_rank)]
+        found = [n for n in counts if num_ranks % n == 0 and num_ranks // n <= batch]
+        shapes = [(n * per_rank, num_ranks // n) for n in found]
+    return [
         (stages, replicas, stages // per_rank)
         for stages, replicas in shapes
         if num_stages in (None, stages)
         and num_replicas in (None, replicas)
         and stages % per_rank == 0
     ]
-    if not found:
-        raise ConfigurationError(
-            "Ranks are stages x replicas / stages_per_rank. Received: num_ranks="
-            f"{num_ranks}, num_stages={num_stages}, num_replicas={num_replicas}, "
-            f"stages_per_rank={per_rank}"
-        )
-    return found

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -93,7 +94,7 @@ class Timeline(keras.callbacks.Callback):
         if self._path is not None and self._engine().communicator.prints:
             with contextlib.suppress(OSError):  # which the next line says
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_trace(self._path, ())  # what cannot be written is refused before training
+            _check_place(self._path)  # what cannot be written is refused before training
         self._engine().record(self._recorder)
 
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
@@ -178,6 +179,14 @@ def write_trace(path: Path, steps: Sequence[executor.RecordedStep]) -> None:
     """Writes recorded steps to a file, all of it or nothing."""
     document = {"displayTimeUnit": "ms", "traceEvents": trace_events(steps)}
     replace_file(path, lambda draft: draft.write_bytes(msgspec.json.encode(document)))
+
+
+def _check_place(path: Path) -> None:
+    """Writes an empty trace where there is none, and an older one once more."""
+    if path.is_file():
+        replace_file(path, lambda draft: shutil.copy2(path, draft))
+    else:
+        write_trace(path, ())
 
 
 def trace_events(steps: Sequence[executor.RecordedStep]) -> list[TraceEvent]:

@@ -193,7 +193,7 @@ def test_the_callback_in_one_process(tmp_path, capsys):
     assert "1f1b, 4 micro-batches of a batch of 8" in printed
     assert "Bubble in this: " in printed
 
-    late = tmp_path / "late"
+    late, before = tmp_path / "late", (tmp_path / "trace.json").read_bytes()
     gone = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: late.rename(tmp_path / "old"))
     with pytest.warns(UserWarning, match="no trace of this training: .*late/t': No such file"):
         model.fit(x, y, verbose=0, callbacks=[tnt.callbacks.Timeline(late / "t"), gone])
@@ -202,6 +202,7 @@ def test_the_callback_in_one_process(tmp_path, capsys):
     fails = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model.fit(x, y, batch_size=8, verbose=0, callbacks=[timeline, fails])
+    assert (tmp_path / "trace.json").read_bytes() == before
     model.fit(x, y, batch_size=8, verbose=0)
     assert timeline.steps == (), "training without the callback is not recorded"
     plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])

@@ -18,6 +18,7 @@ import sys
 import time
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import psutil
 
@@ -133,9 +134,12 @@ class Stop:
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
         """Notes signals while a job runs."""
+        handlers: dict[signal.Signals, Any] = dict.fromkeys(GRACE_SECONDS, self._on_signal)
+        # A hint for scripts, which batch systems may send here, too. SIG_IGN would be inherited.
+        handlers[signal.SIGUSR1] = lambda *_: None
         previous = {
-            number: signal.signal(number, self._on_signal)
-            for number in GRACE_SECONDS
+            number: signal.signal(number, handler)
+            for number, handler in handlers.items()
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         try:

@@ -106,6 +106,7 @@ def test_a_second_interrupt_does_not_wait(python):
 def test_ranks_have_time_to_write_a_checkpoint_after_sigterm(python):
     with tarantella(python, "-n", "2", "stopped.py") as job:
         job.wait_until_ready()
+        job.send(signal.SIGUSR1)  # which batch systems send as a hint
         job.send(signal.SIGTERM)
         result = job.ends(75, "the job was stopped by SIGTERM")
     assert result.stdout == "saved\n"

@@ -82,8 +82,8 @@ def table(
 
 
 def existing_file(path: str) -> Path:
-    """Returns the path of a file that is there."""
-    if not Path(path).is_file():
+    """Returns the path of a file, or of a pipe, that is there."""
+    if not Path(path).exists() or Path(path).is_dir():
         raise ConfigurationError(f"There is no file {path!r}.")
     return Path(path)
 

@@ -110,8 +110,6 @@ def test_names_cannot_steer_a_terminal(command, plan_file, tmp_path) -> None:
     [
         (["make", "missing.json", "--stages", "2"], "There is no file 'missing.json'"),
         (["make", "train.py", "--stages", "2"], "script.py:function"),
-        (["make", "what/is/this", "--stages", "2"], "module:function"),
-        (["make", GRAPH], "--stages"),
         (["make", "ResNet50"], "--stages, or --ranks"),
         (["make", GRAPH, "--stages", "0"], "positive integer. Received: '0'"),
         (["make", GRAPH, "--stages", "9" * 30], "at most 14"),
@@ -119,7 +117,7 @@ def test_names_cannot_steer_a_terminal(command, plan_file, tmp_path) -> None:
         (["make", GRAPH, "--stages", "2", "-o", "/no/such/p.json"], "in a folder that exists"),
         (["make", GRAPH, "--stages", "2", "--html", "/no/such/a.html"], "in a folder that exists"),
         (["make", GRAPH, "--stages", "2", "--unknown"], "--unknown"),
-        (["show", "missing.json"], "There is no file 'missing.json'"),
+        (["show", "/dev/null"], "no valid plan"),
         ([], "required: COMMAND"),
     ],
 )

@@ -68,6 +68,7 @@ class ReplicaSteps:
     """Runs the steps of a model on all ranks; each has the whole model."""
 
     plan, stages = None, ()
+    has_written = False  # a weight that another rank trains: there is none
 
     def __init__(self, model: Any, ranks: Communicator, gradient_dtype: str | None) -> None:
         self.communicator = ranks
@@ -113,10 +114,9 @@ class ReplicaSteps:
         """The state of training, as far as it is there."""
         return ReplicaState(self._model, self._steps, self.communicator.rank)
 
-    def check_alike(self, if_written: bool = False) -> None:
+    def check_alike(self) -> None:
         """Compares what replicas hold, which each trains itself; all of them must call it."""
-        if not if_written:
-            check_alike(list(self._alike.values()), self.communicator)
+        check_alike(list(self._alike.values()), self.communicator)
 
     def _run(self, name: str, batch: Batch) -> Any:
         key = name, batch.signature

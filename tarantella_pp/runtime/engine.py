@@ -94,6 +94,11 @@ class Engine:
             plan = self.memory.expected(compiled_loss(self._model), has_metrics)
         return with_findings(plan, self.schedules.spec, self.fallbacks)
 
+    @property
+    def has_written(self) -> bool:
+        """Whether this rank has written weights that another one trains, not compared since."""
+        return bool(self.weights.clock.written)
+
     def train(self, batch: Batch) -> dict[str, Any]:
         """Trains one batch; returns Keras' logs, the same on all ranks."""
         compiled = self._compiled_for(batch)

@@ -192,7 +192,8 @@ class RankWeights:
 
     def gather(self) -> None:
         """Gives every rank the value of each variable from the rank that trains it."""
-        self.check_alike(if_written=True)
+        if any(self.groups.world.allgather_json(bool(self.clock.written))):
+            self.check_alike()
         stale = self._pipeline.allgather_json(self._stale())
         self._share(stale, range(len(self.variables)))
         self.clock.written.clear()
@@ -216,7 +217,7 @@ class RankWeights:
         self._updated.publish()
         self._updated.refresh()
 
-    def check_alike(self, if_written: bool = False) -> None:
+    def check_alike(self) -> None:
         """Refuses to go on if ranks have other values of a weight; all must call it.
 
         That is also one that another rank trains, and that this or another one has written.
@@ -224,8 +225,6 @@ class RankWeights:
         clock, ranks, copied = self.clock, self.groups.world, self.groups.num_replicas > 1
         written = [i for i, weight in enumerate(self.variables) if id(weight) in clock.written]
         written = sorted(set().union(*ranks.allgather_json(written)))
-        if if_written and not written:
-            return
         own = {i for i in self._needed() if copied or len(self.table.rows[i].ranks) != 1}
         check_alike(self.variables, ranks, own.union(written).difference(self._stale()))
         clock.written.clear()

@@ -9,7 +9,8 @@ process counts, beyond what it held after a small model of the same kind had tra
 are the MiB that a block more takes, by two depths; the depth where that straight line meets the
 limit (`--at` tries a depth out); planned bytes; and seconds of the second step for each block.
 "Again" recomputes: `recompute="all"`, or `torch.utils.checkpoint` for each block. PyTorch's
-pipeline is 1F1B with equal stages. PyTorch comes from the folder, or its rows are left out.
+pipeline is 1F1B with equal stages. PyTorch comes from the folder, or its rows are left out. A block
+of a U-Net is five layers, one at each place; "wide" is with four times the activations.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from typing import Any, NamedTuple
 
 MIB = 2**20
 MICRO_BATCHES = 8
-GPT = {"vocabulary": 256, "width": 64, "heads": 2}
-LENGTH, FILTERS = 128, 32
+VOCABULARY, LENGTH, FILTERS = 256, 128, 32
 KERAS = ("plain", "accumulated", "ours 1", "ours 1 again", "ours 4", "ours 4 again")
 TORCH = ("torch 1", "torch 4", "torch 4 again")
+ON_TWO = ("ours 2", "ours 2 again", "torch 2", "torch 2 again")  # if asked for
 
 
 class Subject(NamedTuple):
@@ -41,11 +42,21 @@ class Subject(NamedTuple):
     rows: int  # samples of a micro-batch
     shape: tuple[int, ...]  # of a sample, channels last
     labels: tuple[int, ...]  # shape of its labels
+    width: int
+
+    @property
+    def dims(self) -> int:
+        """Of an image."""
+        return len(self.shape) - 1
 
 
 SUBJECTS = {
-    "gpt": Subject(32, (LENGTH,), (LENGTH,)),
-    "resnet": Subject(16, (32, 32, 3), ()),
+    "gpt": Subject(32, (LENGTH,), (LENGTH,), 64),
+    "gpt-wide": Subject(32, (LENGTH,), (LENGTH,), 256),
+    "resnet": Subject(16, (32, 32, 3), (), FILTERS),
+    "resnet-wide": Subject(64, (32, 32, 3), (), FILTERS),
+    "unet-2d": Subject(8, (64, 64, 3), (64, 64), FILTERS),
+    "unet-3d": Subject(8, (16, 16, 16, 3), (16, 16, 16), FILTERS),
 }
 
 
@@ -72,8 +83,8 @@ def samples(name: str, rows: int) -> tuple[Any, Any]:
     subject, rng = SUBJECTS[name], np.random.default_rng(0)
     rows *= MICRO_BATCHES
     y = rng.integers(0, 10, (rows, *subject.labels))
-    if name == "gpt":
-        return rng.integers(0, 256, (rows, *subject.shape)), y
+    if name.startswith("gpt"):
+        return rng.integers(0, VOCABULARY, (rows, *subject.shape)), y
     return rng.normal(size=(rows, *subject.shape)).astype("float32"), y
 
 
@@ -83,19 +94,39 @@ def keras_model(name: str, depth: int) -> Any:
 
     from benchmarks.sized_models import gpt
 
-    if name == "gpt":
-        return gpt(length=LENGTH, blocks=depth, dropout=0.0, **GPT)
+    subject = SUBJECTS[name]
+    width = subject.width
+    if name.startswith("gpt"):
+        return gpt(VOCABULARY, LENGTH, width, depth, width // 32, dropout=0.0)
 
-    def normalized(x: Any) -> Any:
-        x = layers.Conv2D(FILTERS, 3, padding="same", use_bias=False)(x)
+    def of_dims(kind: str) -> Any:
+        return getattr(layers, f"{kind}{subject.dims}D")
+
+    def normalized(x: Any, filters: int = width) -> Any:
+        x = of_dims("Conv")(filters, 3, padding="same", use_bias=False)(x)
         return layers.BatchNormalization()(x)
 
-    inputs = keras.Input(SUBJECTS[name].shape)
-    x = layers.ReLU()(normalized(inputs))
-    for _ in range(depth):
-        y = normalized(layers.ReLU()(normalized(x)))
-        x = layers.ReLU()(layers.Add()([y, x]))
-    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+    def level(x: Any, filters: int) -> Any:
+        for _ in range(depth + 1):
+            x = layers.ReLU()(normalized(x, filters))
+        return x
+
+    x = inputs = keras.Input(subject.shape)
+    if name.startswith("resnet"):
+        x = layers.ReLU()(normalized(inputs))
+        for _ in range(depth):
+            y = normalized(layers.ReLU()(normalized(x)))
+            x = layers.ReLU()(layers.Add()([y, x]))
+        return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+    skips = []
+    for filters in (width, 2 * width):
+        skips.append(level(x, filters))
+        x = of_dims("MaxPooling")(2)(skips[-1])
+    x = level(x, 2 * width)
+    while skips:
+        x = layers.Concatenate()([of_dims("UpSampling")(2)(x), skips.pop()])
+        x = level(x, width)
+    return keras.Model(inputs, of_dims("Conv")(10, 1)(x))
 
 
 def train_keras(system: str, name: str, depth: int, rows: int) -> dict[str, Any]:
@@ -173,14 +204,16 @@ def train_torch(
 ) -> dict[str, Any]:
     import torch
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-    from torch_models import Stage, gpt_parts, residual_parts
+    from torch_models import Stage, gpt_parts, residual_parts, unet_parts
 
     x, y = map(torch.from_numpy, samples(name, rows))
-    if name == "gpt":
-        parts = gpt_parts(depth, **GPT)
+    subject = SUBJECTS[name]
+    if name.startswith("gpt"):
+        parts = gpt_parts(depth, VOCABULARY, subject.width, subject.width // 32)
     else:
         x = x.movedim(-1, 1).contiguous()
-        parts = residual_parts(depth, FILTERS)
+        more = {"dims": subject.dims} if name.startswith("unet") else {}
+        parts = (unet_parts if more else residual_parts)(depth, subject.width, **more)
     cuts = [round(i * len(parts) / size) for i in range(size + 1)]
     module = Stage(parts[cuts[rank] : cuts[rank + 1]], "again" in system)
     del parts
@@ -237,7 +270,7 @@ def launch(system: str, name: str, depth: int, torch_path: str) -> Trial:
 
 def measured(attempt: Callable[[int], Trial], size: int, limit: float) -> str:
     """A straight line through two depths, the depth where it meets the limit, and what is there."""
-    few, many = (3 * size, 12 * size) if size > 1 else (2, 6)
+    few, many = 2 * size, 6 * size
     first, second = attempt(few), attempt(many)
     slope = (second.peak - first.peak) / (many - few)
     depth = int(many + (limit - second.peak) / slope)
@@ -250,7 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--torch-path", default="", help="a folder that torch is installed in")
     parser.add_argument("--models", nargs="+", default=list(SUBJECTS), choices=SUBJECTS)
-    parser.add_argument("--systems", nargs="+", choices=(*KERAS, *TORCH))
+    parser.add_argument("--systems", nargs="+", choices=(*KERAS, *TORCH, *ON_TWO))
     parser.add_argument("--limit", type=float, default=2048, help="MiB for each process")
     parser.add_argument("--at", type=int, help="measure this depth alone")
     for hidden in ("--run", "--folder"):
@@ -280,7 +313,7 @@ def report(args: argparse.Namespace) -> None:
             else:
                 attempt = functools.partial(launch, system, name, torch_path=args.torch_path)
                 line = measured(attempt, processes(system), limit)
-            print(f"{name:8}{system:20}{line}", flush=True)
+            print(f"{name:12}{system:16}{line}", flush=True)
 
 
 if __name__ == "__main__":

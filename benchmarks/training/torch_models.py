@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -134,6 +136,15 @@ class LastFirst(nn.Module):
         return x.movedim(-1, 1)
 
 
+class Normalized(nn.Sequential):
+    """A convolution with batch normalization and, but for `last=None`, ReLU."""
+
+    def __init__(self, before: int, after: int, dims: int = 2, last: object = nn.ReLU) -> None:
+        convolution, norm = (getattr(nn, f"{kind}{dims}d") for kind in ("Conv", "BatchNorm"))
+        parts = [convolution(before, after, 3, padding=1, bias=False), norm(after)]
+        super().__init__(*parts, *([nn.ReLU()] if last else []))
+
+
 class ResidualBlock(nn.Module):
     """Two convolutions with batch normalization, and a skip."""
 
@@ -146,12 +157,24 @@ class ResidualBlock(nn.Module):
         return nn.functional.relu(self.inner(x) + x)
 
 
-class Normalized(nn.Sequential):
-    """A convolution with batch normalization and, but for `last=None`, ReLU."""
+class Down(nn.Module):
+    """Halves an image; what came in is a skip."""
 
-    def __init__(self, before: int, after: int, last: object = nn.ReLU) -> None:
-        convolution = nn.Conv2d(before, after, 3, padding=1, bias=False)
-        super().__init__(convolution, nn.BatchNorm2d(after), *([nn.ReLU()] if last else []))
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        self.pool = getattr(nn, f"MaxPool{dims}d")(2)
+
+    def forward(self, x: torch.Tensor, *skips: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.pool(x), x, *skips
+
+
+class Up(nn.Module):
+    """Doubles an image and takes the last skip beside it."""
+
+    def forward(
+        self, x: torch.Tensor, skip: torch.Tensor, *skips: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return torch.cat([nn.functional.interpolate(x, scale_factor=2), skip], 1), *skips
 
 
 def gpt_parts(blocks: int, vocabulary: int, width: int, heads: int) -> list[nn.Module]:
@@ -166,17 +189,37 @@ def residual_parts(blocks: int, filters: int) -> list[nn.Module]:
     return [*parts, nn.Sequential(Mean(2, 3), nn.Linear(filters, 10))]
 
 
+def unet_parts(blocks: int, filters: int, dims: int) -> list[nn.Module]:
+    """Parts of the U-Nets of `largest.py`."""
+
+    def level(before: int, after: int) -> list[nn.Module]:
+        more = (Normalized(after, after, dims) for _ in range(blocks))
+        return [Normalized(before, after, dims), *more]
+
+    down = [*level(3, filters), Down(dims), *level(filters, 2 * filters), Down(dims)]
+    bottom = [*level(2 * filters, 2 * filters), Up()]
+    up = [*level(4 * filters, filters), Up(), *level(2 * filters, filters)]
+    return [*down, *bottom, *up, getattr(nn, f"Conv{dims}d")(filters, 10, 1)]
+
+
 class Stage(nn.Module):
-    """Parts one after the other; blocks may run again in the backward pass."""
+    """Parts one after the other; what is repeated may run again in the backward pass."""
 
     def __init__(self, parts: list[nn.Module], again: bool) -> None:
         super().__init__()
         self.parts, self.again = nn.ModuleList(parts), again
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *skips: torch.Tensor) -> Any:
+        # Messages take only tensors whose numbers lie in a row.
+        for each in (x, *skips):
+            if each.requires_grad:
+                each.register_hook(torch.Tensor.contiguous)
         for part in self.parts:
-            if self.again and isinstance(part, CausalBlock | ResidualBlock):
+            if isinstance(part, Down | Up):
+                x, *skips = part(x, *skips)
+            elif self.again and isinstance(part, CausalBlock | ResidualBlock | Normalized):
                 x = checkpoint(part, x, use_reentrant=False)
             else:
                 x = part(x)
-        return x
+        made = [each.contiguous() for each in (x, *skips)]
+        return tuple(made) if skips else made[0]

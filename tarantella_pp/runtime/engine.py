@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.errors import CommunicationError, ConfigurationError
+from tarantella_pp.errors import CommunicationError, ConfigurationError, UnsupportedModelError
 from tarantella_pp.internals.state import only_traced
 from tarantella_pp.internals.training import compiled_loss, compiled_metrics, standardize_inputs
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
@@ -254,6 +254,12 @@ class Engine:
     def _learn_of_gradients(self, compiled: Compilation) -> None:
         """Learns in the first step which weights have gradients, and which stages are not cut."""
         self.stages.find_reach(compiled.loss.reached if compiled.loss is not None else ())
+        if not any(self.groups.pipeline.allgather_json(compiled.update.has_gradients())):
+            raise UnsupportedModelError(
+                "No gradients provided for any variable. The loss does not depend on a weight of "
+                f"'{self._model.name}' by operations that have gradients, unlike rounding, "
+                "`argmax` and `stop_gradient`. Leave those to metrics, or freeze the model."
+            )
         compiled.reach_known = True
         self.fallbacks.update(self.stages.find_fallbacks())
 

@@ -54,6 +54,7 @@ class OptimizerStep:
         self._sums = {stage: module.accumulator for stage, module in modules.items()}
         self._ties = own.ties
         self.optimizer = optimizer
+        self._order = order
         self._trained = np.array([own.table.trains(weight) for weight in order], bool)
         self._weights = list(itertools.compress(order, self._trained))
         numbers = {id(whole): i for i, whole in enumerate(wholes(order))}
@@ -71,6 +72,12 @@ class OptimizerStep:
     def penalizes(self) -> bool:
         """Whether weight regularizers add to the loss."""
         return any(weight.regularizer is not None for weight in self._weights)
+
+    def has_gradients(self) -> bool:
+        """Whether this rank has a gradient of any weight, or there is nothing to train."""
+        sums = self._sums.values()
+        nothing = not self._order or any(weight.regularizer for weight in self._order)
+        return nothing or any(each.has(i) for each in sums for i in range(len(each.weights)))
 
     def reduce(self, stage: int, bucket: int, counts: bool) -> None:
         """Starts to add up the gradients of a bucket over the replicas; never waits."""

@@ -89,6 +89,10 @@ class GradientAccumulator:
                 kept.clear()
         return collected
 
+    def has(self, index: int) -> bool:
+        """Whether a gradient gets to one weight, once the first step has found that out."""
+        return self.reached[index] and (self._dense[index] is not None or index in self._sparse)
+
     def gradient(self, index: int, collected: dict[int, tf.IndexedSlices]) -> Any:
         """The sum for one weight, for the optimizer; works inside a `tf.function`."""
         if not self.reached[index]:

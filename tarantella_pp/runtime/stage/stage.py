@@ -59,8 +59,8 @@ class TrainingPasses:
         if not all(spec.is_compatible_with(tensor) for spec, tensor in pairs):
             specs = []
             for spec, tensor in pairs:
-                sizes = enumerate(zip(spec.shape.as_list(), tensor.shape.as_list(), strict=True))
-                shape = [a if a == b and place else None for place, (a, b) in sizes]
+                sizes = zip(spec.shape.as_list(), tensor.shape.as_list(), strict=True)
+                shape = [a if a == b else None for a, b in sizes]
                 specs.append(tf.TensorSpec(shape, tensor.dtype))
             self.general, self.specs = self._make(specs), specs
         return self.general

@@ -9,7 +9,6 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
-from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.helpers.training import SAMPLES, X, Y, distance
 from tests.zoo.models import Table, mlp, nested, sequential
@@ -82,14 +81,6 @@ def test_strategies_of_tensorflow_are_refused():
     assert model.fit(X[:8], Y[:8], verbose=0).history
 
 
-def test_one_process_runs_the_micro_batches_of_all_replicas():
-    two = PipelineModel(mlp(), num_replicas=2, **CUT)
-    assert two.plan.num_replicas == 2
-    assert PipelineModel(mlp(), plan=make_plan(mlp(), 2, num_replicas=2)).plan.num_replicas == 2
-    with pytest.raises(ConfigurationError, match="num_replicas=0"):
-        PipelineModel(mlp(), num_replicas=0, **CUT)
-
-
 def test_data_that_is_not_dense_is_refused():
     inputs = keras.Input((None,))
     model = keras.Model(inputs, layers.Dense(1)(ops.mean(inputs, axis=1, keepdims=True)))
@@ -101,6 +92,19 @@ def test_data_that_is_not_dense_is_refused():
     with pytest.raises(UnsupportedModelError, match="a target that is a RaggedTensor"):
         model.fit(X, ragged, verbose=0)
     assert model.fit(X, Y[:, :1], verbose=0).history
+
+
+def test_samples_may_come_second_between_stages():
+    """Micro-batches of several sizes leave the first dimension as it is."""
+    inputs = keras.Input((6,))
+    x = layers.Dense(5)(ops.expand_dims(layers.Dense(4)(inputs), 0))
+    plain = keras.Model(inputs, layers.Dense(3)(ops.squeeze(layers.Dense(5)(x), 0)))
+    model = PipelineModel(keras.models.clone_model(plain), 2, num_micro_batches=3)
+    model.set_weights(plain.get_weights())
+    for each in (plain, model):
+        each.compile("sgd", "mse")
+        each.train_on_batch(X[:7], Y[:7])
+    assert distance(plain.get_weights(), model.get_weights(), "weights") < 1e-10
 
 
 def test_outputs_without_a_row_for_each_sample_are_refused():

@@ -195,12 +195,14 @@ def check_optimizer(model: Any) -> None:
 
 
 def warn_of_compilation(given: Mapping[str, Any], stacklevel: int = 3) -> None:
-    """Warns of options that ranks do not follow, and whose numbers are the same."""
+    """Warns of options that ranks do not follow; Python that changes later is not run again."""
     for name in ("run_eagerly", "jit_compile"):
         if given.get(name) is True:
             warnings.warn(
                 f"Ranks compile stages and steps themselves, without XLA, and ignore {name}=True: "
-                "the numbers are the same. To debug line by line, train the Keras model itself.",
+                "Python attributes, such as the optimizer's momentum, count as they are in the "
+                "first step; the numbers are the same unless a callback changes them. To debug "
+                "line by line, train the Keras model itself.",
                 UserWarning,
                 stacklevel=stacklevel,
             )

@@ -58,7 +58,7 @@ def test_layers_names_and_summary_are_those_of_the_wrapped_model(build):
 def test_how_stages_are_compiled_is_warned_of():
     model = PipelineModel(mlp(), 2, num_micro_batches=2)
     for option in ("run_eagerly", "jit_compile"):
-        with pytest.warns(UserWarning, match=option) as said:
+        with pytest.warns(UserWarning, match=f"{option}.*attributes") as said:
             model.compile("sgd", "mse", **{option: True})
         assert [warning.filename for warning in said] == [__file__]
     with warnings.catch_warnings():

@@ -16,7 +16,7 @@ from tarantella_pp.callbacks.checkpoint import Checkpoint
 from tarantella_pp.callbacks.on_one_rank import OnOneRank
 from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.internals.data import make_its_folder
+from tarantella_pp.internals.data import keep_quiet, make_its_folder
 from tarantella_pp.internals.optimizers import settable_learning_rate
 from tarantella_pp.runtime.comm.communicator import Communicator, ranks_at_first
 
@@ -100,8 +100,13 @@ def _of_rank(callback: Any, model: Any, communicator: Communicator) -> Iterator[
         make_its_folder(callback)
     if _looks_at_weights(callback):
         yield _gathering(callback, model, follows=not communicator.prints)
-    if communicator.prints or not isinstance(callback, _ONE_RANK):
-        yield callback
+    if not communicator.prints:
+        for kind in _ONE_RANK:
+            if type(callback) is kind:
+                return
+            if isinstance(callback, kind):
+                keep_quiet(callback, kind)
+    yield callback
 
 
 def _check(callback: Any) -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 from keras.src.trainers.data_adapters import get_data_adapter as get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
@@ -166,6 +167,21 @@ def make_its_folder(checkpoint: Any) -> None:
         return found
 
     checkpoint._get_file_path = path
+
+
+# The hooks of a user's subclass may change logs or rates, or call what takes all ranks. So they run
+# everywhere, and what they call by `super()` writes on one rank: elsewhere a class without hooks
+# comes between the two, in the order in which Python looks for methods.
+def keep_quiet(callback: Any, kind: type) -> None:
+    """Leaves out what a callback does as one of a kind of Keras'."""
+    base, own = keras.callbacks.Callback, type(callback)
+    names = [name for name in dir(base) if name.startswith("on_") or name == "set_model"]
+    hooks = {name: getattr(base, name) for name in names}
+    nowhere = property(lambda _: tf.summary.create_noop_writer())
+    writers = dict.fromkeys(("_train_writer", "_val_writer"), nowhere)
+    if not hasattr(own, "_is_quiet"):
+        silent = type(kind.__name__, (kind,), hooks | writers | {"_is_quiet": True})
+        callback.__class__ = type(own.__name__, (own, silent), {})
 
 
 def has_stopped(callback: Any) -> bool:

@@ -45,10 +45,17 @@ class Loops(callbacks.Callback):
         logs["evaluated"] = self.model.evaluate(X, Y, batch_size=BATCH, verbose=0)
 
 
+class Measures(callbacks.CSVLogger):
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        logs["mean"] = self.model.predict(X, batch_size=BATCH, verbose=0).mean()
+        super().on_epoch_end(epoch, logs)
+
+
 # Each makes callbacks that may write into a folder.
 MADE: dict[str, Callable[[Path], Any]] = {
     "BackupAndRestore": lambda folder: callbacks.BackupAndRestore(folder / "backup"),
     "CSVLogger": lambda folder: callbacks.CSVLogger(folder / "log.csv"),
+    "CSVLogger(predict)": lambda folder: Measures(folder / "more.csv"),
     "EarlyStopping": lambda _: callbacks.EarlyStopping("loss", 10.0, restore_best_weights=True),
     "History": lambda _: callbacks.History(),
     "LambdaCallback": lambda _: recorder(),

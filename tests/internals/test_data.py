@@ -111,6 +111,7 @@ def test_callbacks_have_what_they_remember():
         missing = [name for name in names if not hasattr(callback, name)]
         assert missing in ([], ["best"])  # a ModelCheckpoint has one only if it looks at it
     assert not epochs.remembers(keras.callbacks.CSVLogger("log.csv"))
+    assert {"_train_writer", "_val_writer"} < vars(keras.callbacks.TensorBoard).keys()
 
 
 @pytest.mark.parametrize("own", [{"drops": 3}, None])

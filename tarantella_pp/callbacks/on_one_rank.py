@@ -86,8 +86,7 @@ class OnOneRank(keras.callbacks.Callback):
             return
         last = ranks.size - 1
         stream = ValueStream(ranks, last)
-        weights = getattr(engine, "weights", None)  # steps of one's own have all on each rank
-        reading = contextlib.nullcontext() if weights is None else read_with(weights.reader(stream))
+        reading = read_with(engine.weights.reader(stream))
 
         def work() -> None:
             with stream.open(), reading:

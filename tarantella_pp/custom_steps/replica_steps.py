@@ -26,10 +26,12 @@ from tarantella_pp.runtime.batch import (
 )
 from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.data_feed import DataFeed, dense
 from tarantella_pp.runtime.stage.forward_state import BatchStatistics
 from tarantella_pp.runtime.weights.remote_variables import StepCounter
 from tarantella_pp.runtime.weights.shared_weights import broadcast_variable, check_alike
+from tarantella_pp.runtime.weights.value_stream import ValueStream
 
 
 class StepFeed(DataFeed):
@@ -257,6 +259,13 @@ class ReplicaState:
             trained = [numbers[id(variable)] for variable in trained_by(optimizer)]
             found[f"trained/{n}"] = np.array(trained, np.int64)
         return {} if self._rank else found  # all ranks have looked for what gets lost
+
+    def gather(self) -> None:
+        """Does nothing: all ranks have all weights."""
+
+    def reader(self, stream: ValueStream) -> Callable[[Any], Any]:
+        """Reads a weight, which is there."""
+        return value_of
 
     def build(self, trained: Mapping[str, Any]) -> None:
         """Gives optimizers the slots that they had."""

@@ -94,7 +94,9 @@ def branching(wrap=None):
     keras.utils.set_random_seed(5)
     model = wrap(Branches()) if wrap else Branches()
     model.compile(keras.optimizers.SGD(0.01), run_eagerly=wrap is None)
-    model.fit(X[:16], Y[:16], batch_size=8, epochs=3, shuffle=False, verbose=0)
+    looks = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: model.get_weights())
+    callbacks = [tnt.callbacks.OnOneRank(looks)]
+    model.fit(X[:16], Y[:16], 8, 3, shuffle=False, verbose=0, callbacks=callbacks)
     return [weight.tolist() for weight in model.get_weights()]
 
 

@@ -240,14 +240,22 @@ def disagreement(said: Mapping[int, CollectiveCall]) -> str:
             + (f" after {one.failed}" if one.failed else "")
             for rank, one in said.items()
         }
-        return _refusal(texts)
+        return _refusal(
+            texts,
+            "Methods of a PipelineModel and `tnt.barrier()` take all ranks: none may stand behind "
+            "`if tnt.is_master_rank()`, or in a callback that only some ranks have.",
+        )
     for fact in sorted({name for one in said.values() for name in one.facts}):
         if len({one.facts.get(fact) for one in said.values()}) > 1:
-            return _refusal({rank: one.text(fact) for rank, one in said.items()})
+            return _refusal(
+                {rank: one.text(fact) for rank, one in said.items()},
+                f"Give all ranks the same {fact}: it must follow neither from the rank nor from "
+                "chance, as the names of `tempfile` do.",
+            )
     return ""
 
 
-def _refusal(texts: Mapping[int, str]) -> str:
+def _refusal(texts: Mapping[int, str], advice: str) -> str:
     ranks: dict[str, list[str]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(str(rank))
@@ -255,8 +263,4 @@ def _refusal(texts: Mapping[int, str]) -> str:
         f"{text} on rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
         for text, numbers in ranks.items()
     )
-    return (
-        f"All ranks must make the same calls. Received: {received}. Methods of a PipelineModel and "
-        "`tnt.barrier()` take all ranks: none may stand behind `if tnt.is_master_rank()`, or in a "
-        "callback that only some ranks have."
-    )
+    return f"All ranks must make the same calls. Received: {received}. {advice}"

@@ -159,7 +159,7 @@ def check_rates(texts, history):
         assert f"learning_rate={first} on rank 0, learning_rate={second} on rank 1" in text
     assert "fit(learning_rate=0.05)" in texts[-4]
     assert "train_on_batch(learning_rate=0.125)" in texts[-3]
-    assert all(said in texts[-2] for said in ("fit(iterations=0)", "fit(iterations=7)"))
+    assert all(said in texts[-2] for said in ("iterations=0", "iterations=7", "same iter"))
     assert re.search("compile.trainable='[1-9].*compile.trainable='0 of", texts[-1])
     assert distance(plain().fit(X, Y, epochs=2, **QUIET).history, history) < ROUNDING
 

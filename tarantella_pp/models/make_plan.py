@@ -398,7 +398,7 @@ def _has_loops(planner: Planner) -> bool:
 
 
 def _shapes(options: PlanOptions, per_rank: int, operations: int) -> list[Shape]:
-    """Returns the shapes that so many ranks, operations and samples allow."""
+    """Returns the shapes that the ranks, operations and samples allow."""
     num_stages, num_replicas, num_ranks = (
         None if value is None else checked_count(name, value)
         for name in ("num_stages", "num_replicas", "num_ranks")

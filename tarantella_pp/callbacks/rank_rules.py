@@ -100,13 +100,12 @@ def _of_rank(callback: Any, model: Any, communicator: Communicator) -> Iterator[
         make_its_folder(callback)
     if _looks_at_weights(callback):
         yield _gathering(callback, model, follows=not communicator.prints)
-    if not communicator.prints:
-        for kind in _ONE_RANK:
-            if type(callback) is kind:
-                return
-            if isinstance(callback, kind):
-                keep_quiet(callback, kind)
-    yield callback
+    kind = next((kind for kind in _ONE_RANK if isinstance(callback, kind)), None)
+    if kind is None or communicator.prints:
+        yield callback
+    elif type(callback) is not kind:
+        keep_quiet(callback, kind)
+        yield callback
 
 
 def _check(callback: Any) -> None:

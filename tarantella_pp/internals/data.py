@@ -175,13 +175,14 @@ def make_its_folder(checkpoint: Any) -> None:
 def keep_quiet(callback: Any, kind: type) -> None:
     """Leaves out what a callback does as one of a kind of Keras'."""
     base, own = keras.callbacks.Callback, type(callback)
+    if hasattr(own, "_is_quiet"):  # since an earlier `fit`
+        return
     names = [name for name in dir(base) if name.startswith("on_") or name == "set_model"]
     hooks = {name: getattr(base, name) for name in names}
     nowhere = property(lambda _: tf.summary.create_noop_writer())
     writers = dict.fromkeys(("_train_writer", "_val_writer"), nowhere)
-    if not hasattr(own, "_is_quiet"):
-        silent = type(kind.__name__, (kind,), hooks | writers | {"_is_quiet": True})
-        callback.__class__ = type(own.__name__, (own, silent), {})
+    silent = type(kind.__name__, (kind,), hooks | writers | {"_is_quiet": True})
+    callback.__class__ = type(own.__name__, (own, silent), {})
 
 
 def has_stopped(callback: Any) -> bool:

@@ -206,6 +206,8 @@ class Pair(layers.Layer):
             return self.function(x)
         if self.how == "mapped":
             return tf.vectorized_map(lambda row: self.second(self.first(row[None]))[0], x)
+        if self.how == "views":
+            return sum(tf.split(self.second(self.first(tf.concat([x, -x], 0))), 2))
         if self.how == "variable":
             x = x * self.table
         if self.how == "flag" and training:

@@ -261,9 +261,11 @@ class Inside:
         results = {value.path for value in used}
         found = []
         for part, first in each[0].uses.items():
+            home, call = part.path[:-1], traces[0].calls[part.path]
             if not part.is_rest and part.path not in results:  # as within tf.vectorized_map
-                name = traces[0].calls[part.path].layer.name
-                raise PartsError(part.path[:-1], f"does not use what it calls '{name}' for")
+                raise PartsError(home, f"does not use what it calls '{call.layer.name}' for")
+            if part.path and any(tensor.name in self._in_turn for tensor, _ in call.marked):
+                raise PartsError(home, f"has a row of each sample in turn in '{call.layer.name}'")
             if part.is_rest and part.path in aliases:
                 continue
             uses = [parts.uses[part] for parts in each]
@@ -287,6 +289,19 @@ class Inside:
                 )
             )
         return OpenedLayer(paths, tuple(found), aliases, {}, [])
+
+    @cached_property
+    def _in_turn(self) -> set[str]:
+        """Names of tensors that have one row of each sample, then another one of each."""
+        found, unit = dict[str, int](), SAMPLES[1] - SAMPLES[0]
+        for one, other in zip(*(trace.operations for trace in self.traces[:2]), strict=False):
+            inputs = [*map(_growth, one.inputs, other.inputs)]
+            for tensor, rows, blocks in map(_growth, one.outputs, other.outputs):
+                begins = one.type == "Reshape" and blocks < inputs[0][2]
+                begins |= one.type in ("ConcatV2", "Tile") and rows > inputs[0][1] > 0
+                if rows != unit and (begins or any(name in found for name, _, _ in inputs)):
+                    found[tensor] = rows
+        return {name for name, rows in found.items() if rows > unit}
 
     def _large(self, wanted: Wanted, traces: list[LayerTrace]) -> frozenset[Path] | None:
         """The calls that are to be opened; `None` if the layer itself cannot be."""
@@ -373,6 +388,16 @@ def _made(is_open: bool, few: Any, many: Any, general: Any) -> SeenTensor:
     if is_open and grows:  # samples merged with steps, whose number was made up
         sizes = [(None, *size[1:]) for size in sizes]
     return SeenTensor(shape, general[0].dtype.name, mask, tuple(sizes))
+
+
+def _growth(few: Any, many: Any) -> tuple[str, int, int]:
+    """A tensor's name, how much more samples make it grow, and the blocks outside of these."""
+    known, blocks = few.shape.rank and many.shape.rank, 1
+    for size, larger in zip(few.shape, many.shape, strict=False) if known else ():
+        if size != larger:
+            return few.name, (larger or 0) - (size or 0), blocks
+        blocks *= size or 1
+    return few.name, 0, blocks
 
 
 def _short(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 
@@ -87,6 +88,7 @@ def wire_bytes(size: int, dtype: str, narrow: str | None) -> int:
     return size // own * min(own, item_bytes(narrow))
 
 
+@functools.cache
 def item_bytes(dtype: str) -> int:
     """Returns the bytes of one element of a dtype, given by name, e.g. `"bfloat16"`."""
     digits = re.search(r"\d+", dtype)

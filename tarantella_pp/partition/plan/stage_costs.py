@@ -267,12 +267,13 @@ class StageCostModel:
             return inside + self.rows * sum(graph.tensors[t].bytes_per_sample for t in kept)
 
         usual = of(self.keeping)
+        whole = size(*usual)
         if not again:
-            return usual[0], size(*usual), size(*usual)
+            return usual[0], whole, whole
         kept, inside = of(self.repeating)
         received = (graph.tensors[t] for t in given)
         masks = sum(self.mask_bytes(one) for one in received if one.producer is not None)
-        return kept | inputs, size(kept | inputs, inside) + masks, size(*usual)
+        return kept | inputs, size(kept | inputs, inside) + masks, whole
 
 
 # What grows with batches and messages.

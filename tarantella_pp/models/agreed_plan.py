@@ -20,7 +20,12 @@ from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.collective import on_one_rank
 from tarantella_pp.runtime.comm.communicator import Communicator, ranks_at_first
-from tarantella_pp.runtime.comm.machine import magnitude, measure_link, memory_of_each_rank
+from tarantella_pp.runtime.comm.machine import (
+    magnitude,
+    measure_link,
+    memory_in_use,
+    memory_of_each_rank,
+)
 from tarantella_pp.schedule import read_schedule
 
 
@@ -40,7 +45,8 @@ def agreed_plan(
             machine = msgspec.structs.replace(machine, bandwidth=bandwidth)
         options = replace(options, machine=machine)
         if options.memory_limit is None:
-            memory = memory_of_each_rank(communicator, gpu_in_use())
+            gpu = gpu_in_use()
+            memory = memory_of_each_rank(communicator, gpu) - (0 if gpu else memory_in_use())
 
     def make() -> str:
         if plan is not None:
@@ -73,7 +79,8 @@ def _fitting(
     except PlanError as error:
         warnings.warn(
             f"A rank would need {format_bytes(needed)} for a batch of {best.batch_size} samples, "
-            f"and its share of the memory of this machine is {format_bytes(memory)}. {error}",
+            f"and what is left of its share of the machine's memory is {format_bytes(memory)}. "
+            f"{error}",
             stacklevel=2,
         )
         return best

@@ -113,8 +113,9 @@ class Planner:
         """Returns the costs of the nodes for micro-batches of these options."""
         seconds = None if self.profile is None else self.profile.seconds(options.micro_batch_size)
         return StageCostModel(
-            self.graph, self.slots, options, seconds, machine=self.machine, work=self.work
-        )
+            self.graph, self.slots, options, seconds, machine=self.machine, work=self.work,
+            held_again=options.held_again,
+        )  # fmt: skip
 
     @property
     def effort(self) -> float:

@@ -62,7 +62,6 @@ def test_options_reach_the_ranks_which_all_log_when_asked(python, tmp_path):
 
 @pytest.mark.parametrize("start", [tarantella, mpiexec])
 def test_each_rank_takes_a_gpu(python, start, monkeypatch):
-    """Without the launcher, when ranks meet."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
     given = ["-n", "2", "--output-on-all-devices"] if start is tarantella else [2]
     with start(python, *given, "share.py") as job:

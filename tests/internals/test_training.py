@@ -183,7 +183,6 @@ def test_inputs_are_standardized(model):
 
 @pytest.mark.parametrize("name", ["fit", "evaluate", "predict"])
 def test_loops_are_those_that_are_overridden(name):
-    """The pipeline hands every argument on by name."""
     from tarantella_pp.models.pipeline_model import PipelineModel
 
     theirs = inspect.signature(getattr(keras.Model, name)).parameters

@@ -46,7 +46,6 @@ def models():
 
 
 def test_gradients_of_the_loss_are_let_go_one_after_the_other(models, monkeypatch):
-    """Each is as large as the outputs of a micro-batch."""
     _, pipeline, _ = models
     pipeline.compile("sgd", "mse")
     honest, made, alive = BatchStep.loss_gradients, [], []
@@ -80,7 +79,6 @@ ADDING = {
 
 @pytest.mark.parametrize("name", ADDING)
 def test_values_of_samples_are_not_added_to_other_losses(name):
-    """Keras raises a ValueError, too."""
     x = RNG.normal(size=(ROWS, 5))
     model = keras.Sequential([keras.Input((5,)), ADDING[name](), layers.Dense(3)])
     model = PipelineModel(model, num_stages=2, num_micro_batches=3)

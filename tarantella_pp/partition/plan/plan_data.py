@@ -107,11 +107,15 @@ class PlanData(
         return ScheduleSpec.of_custom(custom, self.num_stages, num_ranks)
 
     @property
+    def held_again(self) -> tuple[HeldAgain, ...]:
+        """For how many micro-batches each stage holds what its B made for its W."""
+        return self.schedule_spec().held_again(self.num_micro_batches)
+
+    @property
     def repeats(self) -> dict[int, HeldAgain]:
         """Stages that recompute, and what they hold of what they made again."""
-        again = self.recompute
-        counts = self.schedule_spec().held_again(self.num_micro_batches) if again else ()
-        return {stage: counts[stage] for stage in again}
+        counts = self.held_again if self.recompute else ()
+        return {stage: counts[stage] for stage in self.recompute}
 
     def check(self, graph: LayerGraph) -> None:
         """Raises a `PlanError` if this is a plan of another model."""

@@ -46,6 +46,8 @@ class StageCostModel:
     machine: HardwareSpec | None = None  # what computes; `None` where arithmetic alone counts
     # What each node does; `None` to have that counted when it is asked for
     work: Sequence[NodeWork] | None = None
+    # For how many micro-batches each stage holds what its B made for its W; none where BW is one
+    held_again: Sequence[HeldAgain] = ()
 
     @cached_property
     def rows(self) -> int:
@@ -164,6 +166,10 @@ class StageCostModel:
             cuts, stage, in_flight, names, self.config.sent, window
         )
         backward = self._backward.bytes(ids, rows)
+        # B leaves gradients of products to each W that waits; where there is no B, W does it all.
+        if self.held_again and any(cut.has_gradient and stage in cut.targets for cut in cuts):
+            left = math.ceil(rows * sum(self._left_to_w[i] for i in ids))
+            backward += (self.held_again[stage].micro_batches - 1) * left
         again, share = 0, 0.0
         repeated = max(0, whole - size)
         if repeats is not None:
@@ -234,6 +240,17 @@ class StageCostModel:
         return max(0, more - backward), share
 
     @cached_property
+    def _left_to_w(self) -> list[float]:
+        """Bytes of a sample of the gradients of what each node makes by products with weights."""
+        products = [[one for one in node.operations if one.dear] for node in self.graph.nodes]
+        sizes = [
+            sum(size for one in own if len(one.reads) == 1 for _, size in one.makes)
+            for own in products
+        ]
+        trains = [any(self.graph.weights[w].trainable for w in n.weights) for n in self.graph.nodes]
+        return [size * own for size, own in zip(sizes, trains, strict=True)]
+
+    @cached_property
     def _storage(self) -> list[int]:
         return [self.graph.storage(tensor.id) for tensor in self.graph.tensors]
 
@@ -298,7 +315,10 @@ def with_batch(
         gpipe = {"schedule": "gpipe", "schedule_text": None, "in_bubbles": ()}
     changed = msgspec.structs.replace(plan, batch_size=batch_size, outputs=outputs, **gpipe)
     slots = [2 * weight.bytes * weight.trainable for weight in graph.weights]  # Adam's
-    before, now = (StageCostModel(graph, slots, p, outputs=p.outputs) for p in (plan, changed))
+    before, now = (
+        StageCostModel(graph, slots, p, outputs=p.outputs, held_again=p.held_again)
+        for p in (plan, changed)
+    )
     planned = [stage.in_flight for stage in plan.stages]
     old_stages = before.stages(plan.assignment, planned, plan.repeats)
     new_stages = now.stages(plan.assignment, in_flight or planned, changed.repeats)

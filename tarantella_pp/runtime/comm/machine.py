@@ -41,7 +41,12 @@ def memory_of_host(proc: Path = PROC, groups: Path = GROUPS) -> int:
 def free_memory(share: int) -> int:
     """Bytes that this rank may take beyond what it has, of its share of the host's memory."""
     available = psutil.virtual_memory().available * share // memory_of_host()
-    return min(int(available), share - int(psutil.Process().memory_info().rss))
+    return min(int(available), share - memory_in_use())
+
+
+def memory_in_use() -> int:
+    """Bytes of the host's memory that this process has."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def _limits(proc: Path, groups: Path) -> Iterator[int]:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import keras
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tarantella_pp.partition.graph.least_kept import FLOPS_PER_BYTE
 from tarantella_pp.partition.graph.optimizer_slots import optimizer_name, optimizer_state_bytes
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries
+from tarantella_pp.schedule import HeldAgain
 from tests.helpers.plans import costs_of
 from tests.zoo import models
 
@@ -35,8 +38,8 @@ def start():
     return layers.Dense(16)
 
 
-def tied_head(**options):
-    table = layers.ReversibleEmbedding(11, 16, **options)
+def tied_head():
+    table = layers.ReversibleEmbedding(11, 16)
     return chain((9,), table, start(), lambda x: table(x, reverse=True), dtype="int32")
 
 
@@ -61,11 +64,9 @@ RULES = {
     "transposed": lambda: image(layers.Conv2DTranspose(6, 3)),
     "batch norm": lambda: image(layers.BatchNormalization()),
     "layer norm": lambda: chain((64, 16), start(), layers.LayerNormalization()),
-    "rms norm": lambda: chain((64, 16), start(), layers.RMSNormalization()),
     "group norm": lambda: image(layers.GroupNormalization(2)),
     "dropout": lambda: chain((6, 16), start(), layers.Dropout(0.5, seed=1)),
     "max pooling": lambda: image(layers.MaxPooling2D()),
-    "average pooling": lambda: image(layers.AveragePooling2D(2)),
     "embedding": lambda: chain((9,), layers.Embedding(11, 16), start(), dtype="int32"),
     "attention": attention,
     "attention with dropout": lambda: attention(dropout=0.1, seed=2),
@@ -73,13 +74,11 @@ RULES = {
     "padding": lambda: image(layers.ZeroPadding2D(), layers.Conv2D(3, 3)),
     "product": lambda: chain((6, 16), start(), lambda x: x * ops.sigmoid(x)),
     "matmul": lambda: chain((6, 16), start(), lambda x: ops.matmul(x, ops.transpose(x, (0, 2, 1)))),
-    "square": lambda: chain((6, 16), start(), lambda x: ops.mean(ops.square(x), -1)),
     "slices": lambda: chain((6, 16), start(), lambda x: ops.concatenate([x[:, :2], x[:, 3:]], 1)),
-    "tied head": lambda: tied_head(),
-    "capped tied head": lambda: tied_head(logit_soft_cap=3.0),
-    "tied variable": lambda: models.tied_variable(),
-    "mlp": lambda: models.mlp(),
-    "residual cnn": lambda: models.batch_norm_cnn(),
+    "tied head": tied_head,
+    "tied variable": models.tied_variable,
+    "mlp": models.mlp,
+    "residual cnn": models.batch_norm_cnn,
 }
 
 
@@ -95,7 +94,6 @@ def traced_bytes(extracted, rows, flops_per_byte):
 
 @pytest.mark.parametrize("name", RULES)
 def test_rules_say_what_a_traced_backward_pass_keeps(name):
-    """All that gradients read, and the least, with cheap operations run again."""
     extracted = extract(RULES[name]())
     graph, rows = extracted.graph, 4
     assert {node.residual_source for node in graph.nodes} == {"analytic"}
@@ -111,13 +109,10 @@ def test_rules_say_what_a_traced_backward_pass_keeps(name):
 
 OPTIMIZERS = {
     "sgd": (opt.SGD(), 0),
-    "momentum": (opt.SGD(momentum=0.9), 1),
     "adam": (opt.Adam(), 2),
-    "adamw": (opt.AdamW(), 2),
     "amsgrad": (opt.Adam(amsgrad=True), 3),
     "rmsprop": (opt.RMSprop(centered=True, momentum=0.5), 3),
     "lion": (opt.Lion(), 1),
-    "average": (opt.Adam(use_ema=True), 3),
     "accumulation": (opt.SGD(gradient_accumulation_steps=2), 1),
     "scaled": (opt.LossScaleOptimizer(opt.Adam()), 2),
     "named": ("adagrad", 1),
@@ -175,3 +170,12 @@ def test_cuts_carry_skips():
     stages = costs.stages([0, 1, 1, 2, 2], [3, 2, 1])
     # One message ahead, the gradients in use, and the skip, which the last stage does not keep.
     assert [stage.buffer_bytes for stage in stages] == [48 + 96, 48 + 48, 48 + 48]
+
+
+def test_gradients_of_products_wait_for_their_w():
+    graph = extract(chain((64,), *map(layers.Dense, [64] * 4))).graph
+    costs = costs_of(graph, 512)
+    waiting = replace(costs, held_again=[HeldAgain(3, False)] * 2)
+    pairs = [one.stages([0, 0, 1, 1], [3, 3]) for one in (costs, waiting)]
+    # The first stage has no B.
+    assert [b.memory_bytes - a.memory_bytes for a, b in zip(*pairs, strict=True)] == [0, 1 << 19]

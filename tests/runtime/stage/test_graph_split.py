@@ -96,7 +96,6 @@ def test_operations_run_again_only_when_the_backward_pass_has_come_to_them():
 
 
 def test_no_part_takes_what_it_is_not_given():
-    """What W alone keeps was once above what B is given."""
     trace = traced(
         [new_weight(i) for i in range(8)],
         [tf.Variable(np.ones(4)) for _ in range(8)],

@@ -2,12 +2,16 @@
 
     python benchmarks/training/largest.py --torch-path FOLDER
     python benchmarks/training/largest.py --models gpt --systems plain --at 5
+    python benchmarks/training/largest.py --models resnet-wide --systems "ours 4" --at 100 \
+        --limit 2560 --group /sys/fs/cgroup/memory
 
 Each depth trains twice in processes of its own with one thread each, on the same batch: plain Keras
 takes it whole or in 8 parts ("accumulated"), the others in 8 micro-batches. The peak of the largest
 process counts, beyond what it held after a small model of the same kind had trained in it. Printed
 are the MiB that a block more takes, by two depths; the depth where that straight line meets the
-limit (`--at` tries a depth out); planned bytes; and seconds of the second step for each block.
+limit (`--at` tries a depth out); planned bytes; and seconds of the second step for each block. With
+`--group` the kernel keeps all of a trial's processes below the limit for each, from their start;
+this library reads it there, and plans with it.
 "Again" recomputes: `recompute="all"`, or `torch.utils.checkpoint` for each block. PyTorch's
 pipeline is 1F1B with equal stages. PyTorch comes from the folder, or its rows are left out. A block
 of a U-Net is five layers, one at each place; "wide" is with four times the activations.
@@ -16,6 +20,7 @@ of a U-Net is five layers, one at each place; "wide" is with four times the acti
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import functools
 import gc
@@ -24,7 +29,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -248,12 +253,29 @@ def processes(system: str) -> int:
     return int(system.split()[1]) if " " in system else 1
 
 
-def launch(system: str, name: str, depth: int, torch_path: str) -> Trial:
+@contextlib.contextmanager
+def within(groups: str, limit: float) -> Iterator[list[str]]:
+    """What to put before commands that a control group (version 1) keeps below a limit."""
+    if not groups:
+        yield []
+        return
+    group = Path(groups, f"largest-{os.getpid()}")
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(int(limit)))
+    try:
+        yield ["sh", "-c", f'echo 0 > {group}/cgroup.procs; exec "$@"', "sh"]
+    finally:
+        while (group / "cgroup.procs").read_text():  # some have not ended yet
+            time.sleep(0.1)
+        group.rmdir()
+
+
+def launch(system: str, name: str, depth: int, torch_path: str, groups: str, limit: float) -> Trial:
     """Trains on as many processes as the system has; the largest one counts."""
     from against_torch import run_together
 
     size = processes(system)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, within(groups, size * limit) as before:
         own = [__file__, "--run", system, "--models", name, "--depth", str(depth)]
         own += ["--folder", folder]
         variables = {}
@@ -263,6 +285,7 @@ def launch(system: str, name: str, depth: int, torch_path: str) -> Trial:
         else:
             first = [sys.executable, "-m", "tarantella_pp", "-n", str(size), "--threads", "1"]
             commands = [[*first, "--", *own]]
+        commands = [[*before, *command] for command in commands]
         run_together(commands, f"{system} failed on {name} of depth {depth}", variables)
         found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     return Trial(*(max(each.get(key) or 0 for each in found) for key in Trial._fields))
@@ -286,6 +309,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=(*KERAS, *TORCH, *ON_TWO))
     parser.add_argument("--limit", type=float, default=2048, help="MiB for each process")
     parser.add_argument("--at", type=int, help="measure this depth alone")
+    parser.add_argument("--group", default="", help="where to make a control group of this limit")
     for hidden in ("--run", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     for hidden in ("--rank", "--depth"):
@@ -305,13 +329,14 @@ def main() -> None:
 def report(args: argparse.Namespace) -> None:
     """Measures all and prints what is found as it comes."""
     limit = args.limit * MIB
+    given = {"torch_path": args.torch_path, "groups": args.group, "limit": limit}
     for name in args.models:
         for system in args.systems or (*KERAS, *(TORCH if args.torch_path else ())):
             if args.at:
-                found = launch(system, name, args.at, args.torch_path)
+                found = launch(system, name, args.at, **given)
                 line = f"{found.peak / MIB:.0f} MiB at {args.at}, {found.seconds:.1f} s"
             else:
-                attempt = functools.partial(launch, system, name, torch_path=args.torch_path)
+                attempt = functools.partial(launch, system, name, **given)
                 line = measured(attempt, processes(system), limit)
             print(f"{name:12}{system:16}{line}", flush=True)
 

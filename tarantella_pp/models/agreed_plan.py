@@ -79,8 +79,7 @@ def _fitting(
     except PlanError as error:
         warnings.warn(
             f"A rank would need {format_bytes(needed)} for a batch of {best.batch_size} samples, "
-            f"and what is left of its share of the machine's memory is {format_bytes(memory)}. "
-            f"{error}",
+            f"and its share of the machine's memory has {format_bytes(memory)} left. {error}",
             stacklevel=2,
         )
         return best

@@ -324,7 +324,7 @@ def test_a_plan_that_does_not_fit_gives_way_to_one_that_does(monkeypatch):
 
 
 def test_where_no_plan_fits_a_warning_has_both_numbers_and_what_would(monkeypatch):
-    told = r"would need .*of the machine's memory is 1\.00 KiB\. .*The smallest found to work is"
+    told = r"would need .*the machine's memory has 1\.00 KiB left\. .*The smallest found to work is"
     with pytest.warns(UserWarning, match=told):
         plan = planned(monkeypatch, 1024)
     assert plan.assignment == planned(monkeypatch, 1 << 60).assignment

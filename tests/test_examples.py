@@ -39,7 +39,7 @@ SMALL = {
     "unet.py": ({"filters": 2, "levels": 1}, "--stages 2 --epochs 1 --batch-size 128"),
 }  # fmt: skip
 """Options of the model, which are those of its function, and of the command line."""
-OVERSIZED = "--width 768 --blocks 2 --steps 1 --batch-size 4 --limit 930"
+OVERSIZED = "--width 768 --blocks 2 --steps 1 --batch-size 4 --limit 960"
 """Weights, gradients and optimizer state take 453 MB in float64, TensorFlow and its graphs more."""
 
 
@@ -168,4 +168,4 @@ def test_two_ranks_train_what_one_process_cannot_hold(tmp_path):
     trained, loaded, trained_on = map(float, re.findall(r"\d+\.\d{4}", *losses(printed)))
     assert trained == loaded != trained_on < 4.5  # of log(96) at first
     taken, limit = map(int, re.search(r"took (\d+) MB of (\d+)", printed).groups())
-    assert taken <= limit == 930
+    assert taken <= limit == 960

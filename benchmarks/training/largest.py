@@ -9,12 +9,12 @@ Each depth trains twice in processes of its own with one thread each, on the sam
 takes it whole or in 8 parts ("accumulated"), the others in 8 micro-batches. The peak of the largest
 process counts, beyond what it held after a small model of the same kind had trained in it. Printed
 are the MiB that a block more takes, by two depths; the depth where that straight line meets the
-limit (`--at` tries a depth out); planned bytes; and seconds of the second step for each block. With
-`--group` the kernel keeps all of a trial's processes below the limit for each, from their start;
-this library reads it there, and plans with it.
-"Again" recomputes: `recompute="all"`, or `torch.utils.checkpoint` for each block. PyTorch's
-pipeline is 1F1B with equal stages. PyTorch comes from the folder, or its rows are left out. A block
-of a U-Net is five layers, one at each place; "wide" is with four times the activations.
+limit (`--at` tries a depth out); planned bytes; and seconds of the second step for each block.
+"Again" recomputes: `recompute="all"`, or `torch.utils.checkpoint` for each block. Pipelines are
+1F1B, PyTorch's with equal stages. PyTorch comes from the folder, or its rows are left out. A block
+of a U-Net is five layers, one at each place; "wide" is with four times the activations. With
+`--group` the kernel keeps all processes of a trial, from their start, below their limits together;
+this library finds it there, and plans with it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def train_keras(system: str, name: str, depth: int, rows: int) -> dict[str, Any]
     model = keras_model(name, depth)
     if system.startswith("ours"):
         model = tnt.PipelineModel(
-            model, tnt.get_size(), MICRO_BATCHES, batch_size=rows,
+            model, tnt.get_size(), MICRO_BATCHES, batch_size=rows, schedule="1f1b",
             recompute="all" if "again" in system else None,
         )  # fmt: skip
         planned = max(model.plan.rank_bytes(tnt.get_size()))

@@ -33,7 +33,7 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
     """Options of a plan, checked, with what its schedule says of them."""
 
     in_flight: tuple[int, ...]  # most micro-batches that each stage holds at a time
-    # For how many micro-batches each stage, if it recomputes, holds what it made again
+    # For how many micro-batches each stage holds what B made for W, or what it made again
     held_again: tuple[HeldAgain, ...]
 
     @property

@@ -46,7 +46,7 @@ class StageCostModel:
     machine: HardwareSpec | None = None  # what computes; `None` where arithmetic alone counts
     # What each node does; `None` to have that counted when it is asked for
     work: Sequence[NodeWork] | None = None
-    # For how many micro-batches each stage holds what its B made for its W; none where BW is one
+    # For how many micro-batches each stage holds what its B made for its W; not counted if empty
     held_again: Sequence[HeldAgain] = ()
 
     @cached_property
@@ -165,11 +165,7 @@ class StageCostModel:
         received, sent, returned = peak_memory.message_bytes(
             cuts, stage, in_flight, names, self.config.sent, window
         )
-        backward = self._backward.bytes(ids, rows)
-        # B leaves gradients of products to each W that waits; where there is no B, W does it all.
-        if self.held_again and any(cut.has_gradient and stage in cut.targets for cut in cuts):
-            left = math.ceil(rows * sum(self._left_to_w[i] for i in ids))
-            backward += (self.held_again[stage].micro_batches - 1) * left
+        backward = self._backward.bytes(ids, rows) + self._waiting_for_w(ids, stage, cuts)
         again, share = 0, 0.0
         repeated = max(0, whole - size)
         if repeats is not None:
@@ -239,16 +235,26 @@ class StageCostModel:
         share = min(1.0, sum(parts) / sum(times)) if sum(times) else 1.0
         return max(0, more - backward), share
 
+    def _waiting_for_w(self, ids: Sequence[int], stage: int, cuts: Sequence[CutEdge]) -> int:
+        """Returns bytes of gradients of products that B leaves to the W that wait, but for one."""
+        has_b = any(cut.has_gradient and stage in cut.targets for cut in cuts)  # else W does it all
+        if not self.held_again or not has_b:
+            return 0
+        left = math.ceil(self.rows * sum(self._left_to_w[i] for i in ids))
+        return (self.held_again[stage].micro_batches - 1) * left
+
     @cached_property
     def _left_to_w(self) -> list[float]:
         """Bytes of a sample of the gradients of what each node makes by products with weights."""
-        products = [[one for one in node.operations if one.dear] for node in self.graph.nodes]
-        sizes = [
-            sum(size for one in own if len(one.reads) == 1 for _, size in one.makes)
-            for own in products
-        ]
-        trains = [any(self.graph.weights[w].trainable for w in n.weights) for n in self.graph.nodes]
-        return [size * own for size, own in zip(sizes, trains, strict=True)]
+
+        def of(node: Node) -> float:
+            if not any(self.graph.weights[weight].trainable for weight in node.weights):
+                return 0.0
+            # One that reads two values is none with a weight, as attention's.
+            products = (one for one in node.operations if one.dear and len(one.reads) == 1)
+            return sum(size for one in products for _, size in one.makes)
+
+        return [*map(of, self.graph.nodes)]
 
     @cached_property
     def _storage(self) -> list[int]:

@@ -16,17 +16,9 @@ from tarantella_pp.runtime.weights.remote_variables import read_with
 from tarantella_pp.runtime.weights.value_stream import ValueStream
 
 # The other ranks wait meanwhile, and hand over the weights that are looked at.
-_TOGETHER = tuple(
-    f"on_{loop}_{when}"
-    for loop in ("train", "epoch", "test", "predict")
-    for when in ("begin", "end")
-)
-# These are called in the middle of steps, where nobody waits.
-_ALONE = tuple(
-    f"on_{loop}batch_{when}"
-    for loop in ("", "train_", "test_", "predict_")
-    for when in ("begin", "end")
-)
+_TOGETHER = ("train", "epoch", "test", "predict")
+# These begin and end in the middle of steps, where nobody waits.
+_ALONE = ("batch", "train_batch", "test_batch", "predict_batch")
 _FLAGS = ("stop_training", "stop_evaluating", "stop_predicting")
 
 
@@ -134,7 +126,6 @@ def _hook(name: str, runs: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
-for _name in _TOGETHER:
-    setattr(OnOneRank, _name, _hook(_name, OnOneRank._together))
-for _name in _ALONE:
-    setattr(OnOneRank, _name, _hook(_name, OnOneRank._alone))
+for _parts, _runs in ((_TOGETHER, OnOneRank._together), (_ALONE, OnOneRank._alone)):
+    for _name in (f"on_{part}_{when}" for part in _parts for when in ("begin", "end")):
+        setattr(OnOneRank, _name, _hook(_name, _runs))

@@ -54,7 +54,8 @@ class OptimizerStep:
         self._sums = {stage: module.accumulator for stage, module in modules.items()}
         self._ties = own.ties
         self.optimizer = optimizer
-        self._order = order
+        # Regularizers have gradients whatever the loss is
+        self._needs_no_loss = not order or any(weight.regularizer for weight in order)
         self._trained = np.array([own.table.trains(weight) for weight in order], bool)
         self._weights = list(itertools.compress(order, self._trained))
         numbers = {id(whole): i for i, whole in enumerate(wholes(order))}
@@ -75,9 +76,8 @@ class OptimizerStep:
 
     def has_gradients(self) -> bool:
         """Whether this rank has a gradient of any weight, or there is nothing to train."""
-        sums = self._sums.values()
-        nothing = not self._order or any(weight.regularizer for weight in self._order)
-        return nothing or any(each.has(i) for each in sums for i in range(len(each.weights)))
+        found = (each.has(i) for each in self._sums.values() for i in range(len(each.weights)))
+        return self._needs_no_loss or any(found)
 
     def reduce(self, stage: int, bucket: int, counts: bool) -> None:
         """Starts to add up the gradients of a bucket over the replicas; never waits."""

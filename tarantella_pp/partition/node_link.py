@@ -91,8 +91,7 @@ def graph_of(digraph: nx.DiGraph) -> NamedGraph:
                 i, name, _text(digraph.nodes[one].get("kind", "Operation")),
                 inputs=tuple(sorted(number[before] for before in digraph.predecessors(one))),
                 outputs=(i,), weights=tuple(range(first, len(weights))),
-                parameters=int(own["parameters"]), constants=int(own["constants"]),
-                flops=own["flops"], flops_source="analytic",
+                parameters=int(own["parameters"]), flops=own["flops"], flops_source="analytic",
                 residual_bytes=own["activations"], residual_source="analytic",
             )
         )  # fmt: skip

@@ -169,7 +169,6 @@ def _node(i: int, call: Call, found: Sequence[Tensor], weights: tuple[Weight, ..
         outputs=call.outputs,
         weights=tuple(weight.id for weight in weights),
         parameters=sum(weight.bytes for weight in weights if weight.trainable),
-        constants=sum(weight.bytes for weight in weights if not weight.trainable),
         flops=cost.flops,
         flops_source=source,
         keeps=cost.keeps,

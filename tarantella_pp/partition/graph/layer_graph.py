@@ -44,7 +44,6 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: tuple[int, ...] = ()  # ids of the variables it uses
     # Bytes of its trainable variables (shared ones count in each of their nodes)
     parameters: int = 0
-    constants: int = 0  # bytes of its other variables
     flops: float = 0.0  # floating point operations of the forward pass, per sample
     # Whether `flops` were counted or are a guess
     flops_source: Source = "estimated"

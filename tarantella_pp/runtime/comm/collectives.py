@@ -41,7 +41,7 @@ class CollectiveRequest(Generic[_Result]):
         self._error: BaseException | None = None
         self._result: _Result
         if not self.ready() and channel is not None:
-            channel.process.progress.collectives[self.has_ended] = None
+            channel.process.progress.follow(self.has_ended)
 
     def ready(self) -> bool:
         """Whether the result is here; does what can be done for it, and never waits."""
@@ -75,7 +75,7 @@ class CollectiveRequest(Generic[_Result]):
             )
         if channel is not None:
             # Or its result would live until the next poll.
-            channel.process.progress.collectives.pop(self.has_ended, None)
+            channel.process.progress.let_go(self.has_ended)
         return self._result
 
     def check(self) -> None:

@@ -24,8 +24,13 @@ from tarantella_pp.runtime.comm.agreement import Agreement
 from tarantella_pp.runtime.comm.buffers import TensorSpec, as_bytes
 from tarantella_pp.runtime.comm.collectives import CollectiveRequest, Steps, finished
 from tarantella_pp.runtime.comm.messages import Channel, Process
-from tarantella_pp.runtime.comm.progress import BackgroundProgress, Progress, is_wanted
-from tarantella_pp.runtime.comm.waiting import Limits, Wakeup
+from tarantella_pp.runtime.comm.waiting import (
+    BackgroundProgress,
+    Limits,
+    Progress,
+    Wakeup,
+    is_wanted,
+)
 
 __all__ = ["Communicator", "TensorSpec", "ranks_at_first", "world"]
 

@@ -20,8 +20,13 @@ from tarantella_pp.runtime.comm.buffers import (
     numpy_dtype,
     pieces,
 )
-from tarantella_pp.runtime.comm.progress import BackgroundProgress, Progress
-from tarantella_pp.runtime.comm.waiting import Limits, Waiter, Wakeup
+from tarantella_pp.runtime.comm.waiting import (
+    BackgroundProgress,
+    Limits,
+    Progress,
+    Waiter,
+    Wakeup,
+)
 
 
 @dataclass
@@ -74,7 +79,7 @@ class SendRequest:
         """Waits until MPI has read all of it."""
         if not self.done():
             self.channel.wait_sent(self)
-        self.channel.unsent()
+        self.channel.all_sent()
 
     def __str__(self) -> str:
         return f"{self.label or 'a message'} to rank {self.world_rank} (tag {self.tag})"
@@ -206,9 +211,9 @@ class Channel:
                 sending.add(piece)
         self.process.wakeup.ring(world_rank)
         # The receiver is on its way; what follows is not waited for.
-        self.unsent()  # or a rank that never waits keeps all that it has sent
+        self.all_sent()  # or a rank that never waits keeps all that it has sent
         self._outgoing.append(sending)
-        self.process.progress.senders[self.unsent] = None
+        self.process.progress.follow(self.all_sent)
         return sending
 
     def post_receive(
@@ -233,11 +238,11 @@ class Channel:
         del self._expected[id(request)]
         self.process.progress.expected -= 1
 
-    def unsent(self) -> bool:
-        """Lets go of what has been sent; returns whether anything is not."""
+    def all_sent(self) -> bool:
+        """Lets go of what has been sent; returns whether nothing is left."""
         if self._outgoing:
             self._outgoing = [sending for sending in self._outgoing if not sending.done()]
-        return bool(self._outgoing)
+        return not self._outgoing
 
     def wait_sent(self, sending: SendRequest) -> None:
         """Waits until a message has been sent."""

@@ -9,7 +9,7 @@ import pytest
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.runtime.comm.communicator import TensorSpec, world
-from tarantella_pp.runtime.comm.progress import BackgroundProgress, is_wanted
+from tarantella_pp.runtime.comm.waiting import BackgroundProgress, is_wanted
 from tests.helpers.mpi import PYTHONS, find_mpiexec, mpi_run
 
 SECONDS = 20

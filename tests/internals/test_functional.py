@@ -6,6 +6,7 @@ When one of these fails after an upgrade of Keras, that file is the place to men
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from tarantella_pp.internals import functional
@@ -98,3 +99,41 @@ def test_attention_deletes_the_masks_of_its_inputs_in_place():
     functional.set_mask(x, keras.ops.ones((2, 3), "bool"))
     layers.MultiHeadAttention(2, 2)(x, x)
     assert functional.get_mask(x) is None
+
+
+def test_calls_go_to_the_handler_in_this_graph_only():
+    layer, seen = keras.layers.Dense(2), []
+    layer.build((None, 3))
+
+    def handler(call, one, args, kwargs):
+        seen.append(one)
+        return call(one, *args, **kwargs)
+
+    original = keras.layers.Layer.__call__
+    with functional.new_graph("test").as_default() as graph, functional.layer_calls(handler):
+        x = tf.compat.v1.placeholder("float32", (None, 3))
+        assert graph.version == 1 == len(graph.get_operations())  # which counts operations
+        assert layer(x).shape == (None, 2)
+        tf.cond(tf.constant(True), lambda: layer(x), lambda: layer(x))  # graphs of their own
+    assert seen == [layer]
+    assert keras.layers.Layer.__call__ is original
+    with keras.RematScope("full"):
+        assert functional.repeats_itself(keras.layers.Dense(2))
+    assert not functional.repeats_itself(layer)
+
+
+def test_a_scope_between_layers_answers_for_variables():
+    own, other = keras.Variable([1.0]), keras.Variable([2.0])
+    writes, losses = [], []
+
+    def read(variable):
+        return None if variable is own else tf.constant([7.0])
+
+    with functional.GlueScope(read, writes.append, losses.append):
+        assert (float(own.value[0]), float(other.value[0])) == (1.0, 7.0)
+        own.assign([5.0])
+        assert float(own.value[0]) == 1.0
+        layer = keras.layers.ActivityRegularization(l1=1.0)
+        layer(tf.ones((1, 2)))
+    assert writes == [own]
+    assert float(losses[0]) == 2.0

@@ -20,13 +20,6 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.internals import functional
-from tarantella_pp.internals.layer_calls import (
-    GlueScope,
-    functions_inside,
-    layer_calls,
-    new_graph,
-    repeats_itself,
-)
 from tarantella_pp.internals.state import only_traced
 from tarantella_pp.partition.graph.traced_costs import frontier
 
@@ -39,7 +32,7 @@ def is_composite(operation: Any) -> bool:
     return (
         isinstance(operation, keras.layers.Layer)
         and not functional.class_of_keras(operation)
-        and not repeats_itself(operation)
+        and not functional.repeats_itself(operation)
         and len(functional.sublayers(operation)) > 1
     )
 
@@ -121,7 +114,7 @@ class LayerTrace:
     def __init__(
         self, operation: Any, arguments: Any, given: Mapping[int, Any], training: bool | None
     ) -> None:
-        self.graph = new_graph("inside")
+        self.graph = functional.new_graph("inside")
         self.arguments: list[Any] = []  # their placeholders
         self.variables: list[Any] = []
         self.values: dict[Any, Value] = {}  # by placeholders of arguments, and of their masks
@@ -136,9 +129,9 @@ class LayerTrace:
         try:
             with (
                 self.graph.as_default(),
-                GlueScope(self._read, self._write, self._add),
-                layer_calls(self._called),
-                functions_inside(are_inlined=True),
+                functional.GlueScope(self._read, self._write, self._add),
+                functional.layer_calls(self._called),
+                functional.functions_inside(are_inlined=True),
                 only_traced(),
             ):
                 args, kwargs = arguments.fill_in({k: self._given(t) for k, t in given.items()})

@@ -18,8 +18,15 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.internals.functional import get_mask, operation_fn, set_mask, tree
-from tarantella_pp.internals.layer_calls import GlueScope, functions_inside, layer_calls
+from tarantella_pp.internals.functional import (
+    GlueScope,
+    functions_inside,
+    get_mask,
+    layer_calls,
+    operation_fn,
+    set_mask,
+    tree,
+)
 from tarantella_pp.internals.state import needs_only_shapes, only_traced, outside_stateless_scopes
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.partition.graph.layer_trace import LayerCall, Made, Path, is_glue, own_tensor

@@ -22,9 +22,14 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.callbacks.checkpoint_folder import DataPosition, Manifest
-from tarantella_pp.callbacks.checkpoint_reader import RestoredState, newest_whole
+from tarantella_pp.callbacks.checkpoint_reader import (
+    RestoredState,
+    configs_of,
+    facts_of,
+    newest_whole,
+    refuse_others,
+)
 from tarantella_pp.callbacks.checkpoint_writer import CheckpointWriter
-from tarantella_pp.callbacks.run_facts import configs_of, facts_of, refuse_others
 from tarantella_pp.errors import ConfigurationError, checked_count
 from tarantella_pp.internals import data
 from tarantella_pp.internals.optimizers import settable_learning_rate, wrapped_in

@@ -179,7 +179,7 @@ class Manifest(msgspec.Struct, frozen=True):
     # All tensors, by key: `model/3` is the fourth variable of the model
     tensors: dict[str, SavedTensor]
     files: tuple[SavedFile, ...]  # where they are
-    facts: dict[str, Any]  # what must be the same to go on: see `run_facts`
+    facts: dict[str, Any]  # what must be the same to go on: see `facts_of`
     history: dict[str, list[Any]]  # logs of each epoch that has ended
     logs: dict[str, Any]  # logs of the last step
     callbacks: dict[str, Any]  # what callbacks remember, by class and number within the class

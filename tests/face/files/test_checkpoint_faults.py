@@ -11,7 +11,7 @@ from keras import layers
 import tarantella_pp as tnt
 from tarantella_pp.callbacks import checkpoint_folder
 from tarantella_pp.callbacks.checkpoint_folder import checksum_of
-from tarantella_pp.callbacks.run_facts import refuse_others
+from tarantella_pp.callbacks.checkpoint_reader import refuse_others
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
 from tests.face.files.test_checkpoints import At, joined

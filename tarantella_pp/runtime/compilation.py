@@ -23,9 +23,8 @@ from tarantella_pp.runtime.batch import Batch, made_of
 from tarantella_pp.runtime.comm.collective import on_one_rank
 from tarantella_pp.runtime.loss import BatchLoss
 from tarantella_pp.runtime.optimizer_step import OptimizerStep
-from tarantella_pp.runtime.probes.loss_probe import loss_kinds
+from tarantella_pp.runtime.probes.loss_probe import loss_kinds, refuse_weights_reached
 from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts
-from tarantella_pp.runtime.probes.weights_reached import refuse_weights_reached
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, dense_tensors
 from tarantella_pp.runtime.stage.model_outputs import pack_outputs, unpacked
 from tarantella_pp.runtime.stage.stage_boundary import StageBoundary, shape_and_dtype

@@ -17,8 +17,7 @@ from typing import Any
 # What type checkers know of these names is in `__init__.pyi`.
 _PUBLIC = {
     "cli.call_function": ("run",),
-    "custom_steps.distributed_optimizer": ("DistributedOptimizer",),
-    "custom_steps.tensor_collectives": ("allreduce", "broadcast_variables"),
+    "custom_steps.custom_loops": ("DistributedOptimizer", "allreduce", "broadcast_variables"),
     "models.data_parallel_model": ("Model", "Sequential"),
     "models.deferred_init": ("deferred_init",),
     "models.make_plan": ("make_plan",),

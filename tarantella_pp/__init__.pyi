@@ -2,11 +2,9 @@ from tarantella_pp import callbacks as callbacks
 from tarantella_pp import errors as errors
 from tarantella_pp import models as models
 from tarantella_pp.cli.call_function import run as run
-from tarantella_pp.custom_steps.distributed_optimizer import (
-    DistributedOptimizer as DistributedOptimizer,
-)
-from tarantella_pp.custom_steps.tensor_collectives import allreduce as allreduce
-from tarantella_pp.custom_steps.tensor_collectives import broadcast_variables as broadcast_variables
+from tarantella_pp.custom_steps.custom_loops import DistributedOptimizer as DistributedOptimizer
+from tarantella_pp.custom_steps.custom_loops import allreduce as allreduce
+from tarantella_pp.custom_steps.custom_loops import broadcast_variables as broadcast_variables
 from tarantella_pp.models.data_parallel_model import Model as Model
 from tarantella_pp.models.data_parallel_model import Sequential as Sequential
 from tarantella_pp.models.deferred_init import deferred_init as deferred_init

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.custom_steps.distributed_optimizer import GradientExchange
+from tarantella_pp.custom_steps.custom_loops import GradientExchange
 from tarantella_pp.custom_steps.step_probe import StepKinds
 from tarantella_pp.custom_steps.step_trace import StepTrace, Update
 from tarantella_pp.errors import UnsupportedModelError

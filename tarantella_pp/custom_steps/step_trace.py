@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tarantella_pp.custom_steps.distributed_optimizer import averages_gradients
+from tarantella_pp.custom_steps.custom_loops import averages_gradients
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.training import updates_taken, variables_for
 from tarantella_pp.runtime.probes.linearity import following, nonlinear_write

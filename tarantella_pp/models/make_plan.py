@@ -365,20 +365,12 @@ def default_machine() -> HardwareSpec:
 def _possible(shapes: list[Shape], planner: Planner, options: PlanOptions) -> list[Shape]:
     """Returns the shapes that model, batch and options allow."""
     most = max(1, options.batch_size // planner.least_rows)
-    return [
-        (stages, replicas, ranks)
-        for stages, replicas, ranks in shapes
-        if replicas <= most and _recomputes(stages, options)
-    ]
-
-
-def _recomputes(num_stages: int, options: PlanOptions) -> bool:
-    """Whether the stages that are to recompute exist."""
-    try:
-        stages_to_recompute(options.recompute or "none", num_stages)
-    except ConfigurationError:
-        return False
-    return True
+    found = []
+    for shape in shapes:
+        with contextlib.suppress(ConfigurationError):  # stages that are to recompute must exist
+            stages_to_recompute(options.recompute or "none", shape[0])
+            found += [shape] if shape[1] <= most else []
+    return found
 
 
 def _schedules(options: PlanOptions, planner: Planner, stages: int, ranks: int) -> Sequence[Any]:

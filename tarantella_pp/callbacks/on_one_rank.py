@@ -10,7 +10,6 @@ import keras
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.optimizers import settable_learning_rate
-from tarantella_pp.runtime.comm.collective import on_one_rank
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.weights.remote_variables import read_with
 from tarantella_pp.runtime.weights.value_stream import ValueStream
@@ -76,16 +75,14 @@ class OnOneRank(keras.callbacks.Callback):
         if engine is None or ranks.size == 1:
             getattr(self.callback, hook)(*args, **kwargs)
             return
-        last = ranks.size - 1
-        stream = ValueStream(ranks, last)
+        stream = ValueStream(ranks, ranks.size - 1)
         reading = read_with(engine.weights.reader(stream))
 
         def work() -> None:
-            with stream.open(), reading:
+            with reading:
                 self._alone(hook, *args, **kwargs)
 
-        stream.serve()
-        on_one_rank(ranks, last, f"run {type(self.callback).__name__}", work)
+        stream.read_while(f"run {type(self.callback).__name__}", work)
 
     def _alone(self, hook: str, *args: Any, **kwargs: Any) -> None:
         ranks = world()

@@ -21,7 +21,6 @@ from tarantella_pp.runtime.comm.collective import (
     contents_of,
     digest,
     on_all_ranks,
-    on_one_rank,
 )
 from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.weights import remote_variables
@@ -236,18 +235,15 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         """Lets the last rank write a file, while the others hand it values one at a time."""
         self._engine.check_alike()  # replicas that a loop of the user's own has let drift apart
         communicator = self._engine.communicator
-        last = communicator.size - 1
-        stream = ValueStream(communicator, last)
+        stream = ValueStream(communicator, communicator.size - 1)
         read = self._engine.weights.reader(stream)
         state = self._optimizer_state and self._optimizer_state.streamed(stream)
 
         def work() -> None:
-            with stream.open(), remote_variables.read_with(read):
+            with remote_variables.read_with(read):
                 replace_file(path, lambda draft: write(draft, state))
 
-        # Ranks that do not write serve values here, and come to the next line when all are written.
-        stream.serve()
-        on_one_rank(communicator, last, what, work)
+        stream.read_while(what, work)
 
     def _config(self, optimizer: Any = True) -> dict[str, Any]:
         """Describes the wrapped model, with its compilation if there is an optimizer."""

@@ -9,14 +9,14 @@ So no rank has more than its own share of a model and one variable of others.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.runtime.comm.buffers import aligned_memory, give_back
+from tarantella_pp.runtime.comm.collective import on_one_rank
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import buffer_of, to_tensor
 
@@ -52,20 +52,21 @@ class ValueStream:
 
         return read
 
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """Lets the one rank read; the others wait in `serve` meanwhile."""
-        try:
-            yield
-        finally:
-            # Also if writing has failed: the others wait in `serve` until they hear that it is
-            # over.
-            self._ranks.send_json(None, self._ranks.others, _REQUEST_TAG, label="done")
+    def read_while(self, what: str, work: Callable[[], object]) -> None:
+        """Lets the one rank work and read, while the others hand it values; all must call it."""
 
-    def serve(self) -> None:
-        """Hands the one rank values until it has read all that it needs; there it does nothing."""
-        if self._ranks.rank == self._reader:
-            return
+        def work_and_tell() -> None:
+            try:
+                work()
+            finally:  # also if it has failed: the others serve until they hear that it is over
+                self._ranks.send_json(None, self._ranks.others, _REQUEST_TAG, label="done")
+
+        if self._ranks.rank != self._reader:
+            self._serve()
+        on_one_rank(self._ranks, self._reader, what, work_and_tell)
+
+    def _serve(self) -> None:
+        """Hands the one rank values until it has read all that it needs."""
         label = "a request for a value"
         while request := self._ranks.receive_json(self._reader, _REQUEST_TAG, label=label):
             kind, number = request

@@ -14,13 +14,15 @@ import numpy as np
 
 from tarantella_pp.callbacks.checkpoint_folder import (
     MANIFEST,
+    Array,
     Manifest,
+    TensorFile,
     checkpoints_in,
     damages,
     put_back,
     read_manifest,
+    sha256_of,
 )
-from tarantella_pp.callbacks.tensor_file import TensorFile, sha256_of
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
 from tarantella_pp.internals.optimizers import wrapped_in
 from tarantella_pp.internals.parted import columns_in, put_together, wholes
@@ -31,7 +33,6 @@ from tarantella_pp.runtime.comm.tensor_buffers import to_tensor
 from tarantella_pp.runtime.weights.optimizer_state import spec_of
 
 logger = logging.getLogger(__name__)
-Array = np.ndarray[Any, Any]
 
 
 class RestoredState:

@@ -27,7 +27,6 @@ import numpy as np
 
 from tarantella_pp.callbacks import checkpoint_folder
 from tarantella_pp.callbacks.checkpoint_folder import FORMAT, Manifest, SavedFile, SavedTensor
-from tarantella_pp.callbacks.tensor_file import write_tensors
 from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.machine import free_memory, memory_of_each_rank
@@ -150,7 +149,7 @@ class CheckpointWriter:
         found: list[Any] = []
         if specs:
             path = part.with_suffix(".safetensors")
-            written = write_tensors(
+            written = checkpoint_folder.write_tensors(
                 path, specs, lambda key: _value(values.pop(key), copy=False), self._pause
             )
             found = [path.name, *written, self._ranks.rank, self._stages, tensors]

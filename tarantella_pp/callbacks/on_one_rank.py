@@ -12,7 +12,7 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.optimizers import settable_learning_rate
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.weights.remote_variables import read_with
-from tarantella_pp.runtime.weights.value_stream import ValueStream
+from tarantella_pp.runtime.weights.shared_weights import ValueStream
 
 # The other ranks wait meanwhile, and hand over the weights that are looked at.
 _TOGETHER = ("train", "epoch", "test", "predict")

@@ -19,7 +19,6 @@ from tarantella_pp.callbacks import checkpoint_folder, checkpoint_writer
 from tarantella_pp.callbacks.checkpoint_folder import DRAFT, DataPosition, checkpoints_in, damages
 from tarantella_pp.callbacks.checkpoint_reader import newest_whole
 from tarantella_pp.callbacks.checkpoint_writer import CheckpointWriter
-from tarantella_pp.callbacks.tensor_file import TensorFile, sha256_of, write_tensors
 from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.files import sync
 from tarantella_pp.runtime.comm.communicator import Communicator
@@ -58,7 +57,7 @@ def newest(directory: Path) -> int:
         return 0
     folder, manifest = found
     (file,) = manifest.files
-    tensors = TensorFile(folder / file.name)
+    tensors = checkpoint_folder.TensorFile(folder / file.name)
     assert len(tensors.slots) == 4
     assert all((tensors.read(name) == manifest.step).all() for name in tensors.slots)
     assert folder.name == f"step-{manifest.step:08d}"
@@ -110,13 +109,13 @@ def test_kills_while_writing_lose_no_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("room", [2**40, 0])
 def test_it_is_written_while_training_goes_on_if_a_copy_has_room(tmp_path, monkeypatch, room):
-    done = threading.Event()
+    done, write_tensors = threading.Event(), checkpoint_folder.write_tensors
 
     def late(*arguments):
         done.wait(0.0 if room == 0 else 30.0)
         return write_tensors(*arguments)
 
-    monkeypatch.setattr(checkpoint_writer, "write_tensors", late)
+    monkeypatch.setattr(checkpoint_folder, "write_tensors", late)
     monkeypatch.setattr(checkpoint_writer, "free_memory", lambda share: room)
     writer = begun(tmp_path, 1)
     assert bool(room) != any(tmp_path.glob("*/*.safetensors"))
@@ -239,7 +238,7 @@ VALUES = {
 
 def write_file(path, values=VALUES):
     specs = {name: (value.dtype.name, value.shape) for name, value in values.items()}
-    return write_tensors(path, specs, values.__getitem__, lambda share: None)
+    return checkpoint_folder.write_tensors(path, specs, values.__getitem__, lambda share: None)
 
 
 def test_what_is_written_comes_back_in_the_format_of_safetensors(tmp_path):
@@ -247,8 +246,8 @@ def test_what_is_written_comes_back_in_the_format_of_safetensors(tmp_path):
     written = write_file(path)
     data = path.read_bytes()
     assert written == (len(data), hashlib.sha256(data).hexdigest())
-    assert sha256_of(path) == written[1]
-    file = TensorFile(path)
+    assert checkpoint_folder.sha256_of(path) == written[1]
+    file = checkpoint_folder.TensorFile(path)
     assert list(file.slots) == list(VALUES)
     for name, value in VALUES.items():
         read = file.read(name)

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import layers
 
 import tarantella_pp as tnt
-from tarantella_pp.callbacks import checkpoint_folder, checkpoint_reader, checkpoint_writer
+from tarantella_pp.callbacks import checkpoint_folder, checkpoint_reader
 from tarantella_pp.errors import TarantellaError
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import BITS, compiled_once, floats, use_float64
@@ -181,7 +181,7 @@ def troubles(directory):
     caught(where=f"{directory}-{rank}")
     with patch.context() as only:
         if rank == 1:
-            only.setattr(checkpoint_writer, "write_tensors", mock.Mock(side_effect=full))
+            only.setattr(checkpoint_folder, "write_tensors", mock.Mock(side_effect=full))
         # In the step after the one that rank 1 does not write; rank 0 waits for its part.
         caught(*[At(7, joined), At(10, joined)] * rank)
     told += [int(model.optimizer.iterations), there(directory) == before]

@@ -30,8 +30,11 @@ from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.data_feed import DataFeed, dense
 from tarantella_pp.runtime.stage.forward_state import BatchStatistics
 from tarantella_pp.runtime.weights.remote_variables import StepCounter
-from tarantella_pp.runtime.weights.shared_weights import broadcast_variable, check_alike
-from tarantella_pp.runtime.weights.value_stream import ValueStream
+from tarantella_pp.runtime.weights.shared_weights import (
+    ValueStream,
+    broadcast_variable,
+    check_alike,
+)
 
 
 class StepFeed(DataFeed):

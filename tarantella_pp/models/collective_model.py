@@ -25,7 +25,7 @@ from tarantella_pp.runtime.comm.collective import (
 from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.weights import remote_variables
 from tarantella_pp.runtime.weights.optimizer_state import OptimizerState, StateShare
-from tarantella_pp.runtime.weights.value_stream import ValueStream
+from tarantella_pp.runtime.weights.shared_weights import ValueStream
 
 # Each rank reads what it needs of these files, and of others all.
 _IN_PARTS = (".weights.h5", ".weights.json", ".keras")

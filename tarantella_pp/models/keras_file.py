@@ -27,7 +27,7 @@ from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.internals.parted import in_parts
 from tarantella_pp.runtime.comm.buffers import give_back
 from tarantella_pp.runtime.weights.remote_variables import let_go, only_own_assigned
-from tarantella_pp.runtime.weights.value_stream import tensor_of
+from tarantella_pp.runtime.weights.shared_weights import tensor_of
 
 _MIB = 2**20
 # As Keras refuses them: members that are small on the disk, and fill it when they are unpacked.

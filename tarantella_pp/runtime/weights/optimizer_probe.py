@@ -17,7 +17,7 @@ from tarantella_pp.internals.optimizers import (
     wrapped_in,
 )
 from tarantella_pp.internals.parted import parts_of
-from tarantella_pp.runtime.weights.value_stream import Array
+from tarantella_pp.runtime.weights.shared_weights import Array
 
 _SHAPES = ((3, 4), (5,), (4, 2))
 # Of parts: a bias, and a matrix large enough for what only large ones get

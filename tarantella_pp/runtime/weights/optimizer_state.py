@@ -27,7 +27,7 @@ from tarantella_pp.runtime.comm.collective import digest, on_all_ranks
 from tarantella_pp.runtime.comm.communicator import TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import variable_dtype
 from tarantella_pp.runtime.weights.rank_weights import RankWeights, VariableTable
-from tarantella_pp.runtime.weights.value_stream import Array, ValueStream
+from tarantella_pp.runtime.weights.shared_weights import Array, ValueStream
 
 
 class OptimizerState:

@@ -35,12 +35,13 @@ from tarantella_pp.runtime.weights.remote_variables import (
     make_remote,
 )
 from tarantella_pp.runtime.weights.shared_weights import (
+    Array,
     Copies,
     TiedWeights,
+    ValueStream,
     broadcast_variable,
     check_alike,
 )
-from tarantella_pp.runtime.weights.value_stream import Array, ValueStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from tarantella_pp.internals import state
 from tarantella_pp.internals.parted import part_variable, parts_of, whole_of
 from tarantella_pp.runtime.comm.buffers import give_back
 from tarantella_pp.runtime.comm.tensor_buffers import to_tensor, variable_bytes
-from tarantella_pp.runtime.weights.value_stream import Array
+from tarantella_pp.runtime.weights.shared_weights import Array
 
 OF_WEIGHTS = (
     "Weight '{path}' is trained on another rank, and its value on this one is out of date. Call "

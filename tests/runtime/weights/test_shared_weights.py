@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tarantella_pp.launch.environment import allocator_variables
-from tarantella_pp.runtime.weights.value_stream import tensor_of
+from tarantella_pp.runtime.weights.shared_weights import tensor_of
 
 MEBIBYTES = """
 import psutil, numpy

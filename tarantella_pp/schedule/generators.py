@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from tarantella_pp.errors import ScheduleError, checked_count
 from tarantella_pp.schedule.actions import Compute, Kind
-from tarantella_pp.schedule.list_scheduling import GapFiller, Orders, merge
+from tarantella_pp.schedule.players import GapFiller, Orders, merge
 from tarantella_pp.schedule.schedule import Schedule, checked_placement
 
 # Two stages on each rank: down the ranks and up again.

@@ -18,7 +18,7 @@ from tarantella_pp.schedule.actions import (
     Reduce,
     Transfer,
 )
-from tarantella_pp.schedule.replay import Replay
+from tarantella_pp.schedule.players import Replay
 from tarantella_pp.schedule.schedule import Schedule
 
 _KINDS: tuple[Kind, ...] = ("F", "R", "B", "W")

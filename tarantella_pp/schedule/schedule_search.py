@@ -17,8 +17,8 @@ from tarantella_pp.schedule.generators import (
     make_placement,
     make_schedule,
 )
-from tarantella_pp.schedule.list_scheduling import ListScheduler
 from tarantella_pp.schedule.lowering import lower, parts_of
+from tarantella_pp.schedule.players import ListScheduler
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.simulator import Costs, StepTimeline, simulate
 from tarantella_pp.schedule.spec import SEARCHED

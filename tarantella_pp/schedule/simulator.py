@@ -11,7 +11,7 @@ from typing import NamedTuple, get_args
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Action, Compute, Kind, Link, Message, Transfer
 from tarantella_pp.schedule.lowering import reductions
-from tarantella_pp.schedule.replay import Replay
+from tarantella_pp.schedule.players import Replay
 from tarantella_pp.schedule.schedule import Schedule
 
 _FILL = {"F": ">", "R": "+", "B": "<", "W": "=", "BW": "<"}

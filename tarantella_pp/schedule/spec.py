@@ -14,8 +14,8 @@ from tarantella_pp.schedule.generators import (
     make_placement,
     make_schedule,
 )
-from tarantella_pp.schedule.list_scheduling import merge
 from tarantella_pp.schedule.lowering import lower, validate
+from tarantella_pp.schedule.players import merge
 from tarantella_pp.schedule.schedule import HeldAgain, Schedule
 
 

@@ -6,8 +6,7 @@ import functools
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.units import sample_shape
 from tarantella_pp.partition.profile import NodeProfile, Profile
+from tarantella_pp.runtime.comm.tensor_buffers import values_kept
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage.stage_boundary import (
     BoundaryTensor,
@@ -86,7 +86,7 @@ def profile(
             measured = None
     if measured is None:
         sizes = sorted({max(1, rows // 4), rows})
-        with _unchanged(extracted):
+        with values_kept([v for v in extracted.variables if not v.trainable]):  # statistics, seeds
             found = [_measure(extracted, [x[:n] for x in given], repeats, verbose) for n in sizes]
         nodes = map(_profile_of, extracted.calls, zip(*found, strict=True))
         measured = Profile(extracted.model.name, key[0], threads, tuple(sizes), tuple(nodes))
@@ -116,18 +116,6 @@ def _inputs(extracted: ExtractedModel, batch: Any) -> list[tf.Tensor]:
             f"{[tuple(x.shape) for x in given]}"
         )
     return given
-
-
-@contextmanager
-def _unchanged(extracted: ExtractedModel) -> Iterator[None]:
-    """Brings statistics and seeds of random numbers back to what they were."""
-    state = [v for v in extracted.variables if not v.trainable]
-    values = [variable.numpy() for variable in state]
-    try:
-        yield
-    finally:
-        for variable, value in zip(state, values, strict=True):
-            variable.assign(value)
 
 
 def _measure(

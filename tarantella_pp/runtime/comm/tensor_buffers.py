@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -67,3 +69,14 @@ def value_of(variable: Any) -> np.ndarray[Any, Any]:
 def buffer_of(variable: Any) -> np.ndarray[Any, Any]:
     """Returns an array on the memory of a variable's value, for sending."""
     return to_buffer(tf.convert_to_tensor(variable))
+
+
+@contextlib.contextmanager
+def values_kept(variables: Sequence[Any]) -> Iterator[list[np.ndarray[Any, Any]]]:
+    """Gives the values of variables, and gives them back in the end, whatever happens to them."""
+    values = list(map(value_of, variables))
+    try:
+        yield values
+    finally:
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)

@@ -15,7 +15,7 @@ from tarantella_pp.internals.functional import layer_metrics
 from tarantella_pp.internals.training import batch_norms, reported_moments, running_states
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.comm.process_groups import ReplicaExchange
-from tarantella_pp.runtime.comm.tensor_buffers import value_of
+from tarantella_pp.runtime.comm.tensor_buffers import value_of, values_kept
 
 
 class BatchStatistics:
@@ -178,14 +178,10 @@ class ForwardState:
             yield False
             return
         variables = [*self._seeds, *self._averages.values(), *self._metrics]
-        before = [value_of(variable) for variable in variables]
-        try:
+        with values_kept(variables) as before:
             yield True
             pairs = zip(self._seeds, before, strict=False)
             self._drawn[training] = [value_of(seed) - start for seed, start in pairs]
-        finally:
-            for variable, value in zip(variables, before, strict=True):
-                variable.assign(value)
 
     def begin(self, first: int, training: bool) -> None:
         """Sets seeds to where the micro-batches before this replica's first one leave them."""

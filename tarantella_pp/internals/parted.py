@@ -211,14 +211,14 @@ def can_be_cut(layer: Any, arguments: Any) -> bool:
         and not layer.lora_enabled
         and layer._remat_mode is None
         and not layer._layers  # an activation with weights, say
-        and bytes_of(layer) >= LEAST_BYTES
+        and bytes_of(layer.variables) >= LEAST_BYTES
         and all(_is_free(variable) for variable in layer.variables)
     )
 
 
-def bytes_of(layer: Any) -> int:
-    """The bytes of a layer's weights."""
-    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in layer.variables)
+def bytes_of(variables: Iterable[Any]) -> int:
+    """The bytes of some variables."""
+    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
 
 
 def _is_free(variable: Any) -> bool:

@@ -333,7 +333,7 @@ class _Reader:
         if any(Counter(self._uses[id(v)]) - Counter(ways) for v in layer.variables):
             return 1
         flops = self._flops[id(layer)]
-        share = max(flops / limits.cut_flops, parted.bytes_of(layer) / limits.cut_bytes)
+        share = max(flops / limits.cut_flops, parted.bytes_of(layer.variables) / limits.cut_bytes)
         return parted.number_of_parts(layer, share) if share > 1 else 1
 
     def _read_cut(

@@ -14,11 +14,11 @@ from functools import cached_property, partial
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.cause import describe
 from tarantella_pp.internals.functional import class_of_keras, likeness_of, tree
+from tarantella_pp.internals.parted import bytes_of
 from tarantella_pp.partition.graph.layer_trace import (
     LayerCall,
     LayerParts,
@@ -321,13 +321,9 @@ class Inside:
         if isinstance(limits, frozenset):
             return call.path in limits
         cost = self.cost(call.path)
-        parameters = sum(
-            int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size
-            for v in call.layer.trainable_variables
-        )
         return (
             cost.flops > limits.flops
-            or parameters > limits.parameters
+            or bytes_of(call.layer.trainable_variables) > limits.parameters
             or cost.residual_bytes > limits.kept
         )
 

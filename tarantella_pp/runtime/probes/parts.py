@@ -168,21 +168,21 @@ class Compared:
 
     def kinds(self, place: int, largest: float = 0.0) -> frozenset[str]:
         """The kinds that a value may be of; values of parts began with nothing."""
-        each = [part.values[place] for part in self.parts]
-        whole = self.whole.values[place]
-        return kinds_of(0.0, whole, each, self.shares, self.tolerance, largest)
+        return self._kinds(0.0, lambda run: run.values[place], largest)
 
     def kinds_in(self, place: int, i: int, scale: float = 0.0) -> frozenset[str]:
         """The kinds of a number in a value; what is small beside the scale may be rounding."""
-        each = [part.values[place].ravel()[i] for part in self.parts]
-        whole = self.whole.values[place].ravel()[i]
-        return kinds_of(0.0, whole, each, self.shares, self.tolerance, scale / FLOOR)
+        return self._kinds(0.0, lambda run: run.values[place].ravel()[i], scale / FLOOR)
 
     def kinds_of_state(self, place: int) -> frozenset[str]:
         """The kinds that a variable may be of."""
-        each = [part.state[place] for part in self.parts]
-        start, whole = self.start[place], self.whole.state[place]
-        return kinds_of(start, whole, each, self.shares, self.tolerance)
+        return self._kinds(self.start[place], lambda run: run.state[place])
+
+    def _kinds(
+        self, start: Array | float, value: Callable[[Outcome], Array], largest: float = 0.0
+    ) -> frozenset[str]:
+        whole, *parts = map(value, (self.whole, *self.parts))
+        return kinds_of(start, whole, parts, self.shares, self.tolerance, largest)
 
 
 class PartsProbe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
@@ -111,36 +112,32 @@ def broadcast_variable(variable: Any, root: int, ranks: Communicator) -> None:
         variable.assign(value)
 
 
+@dataclass
 class Copies:
     """Values of variables that ranks have from one another, sent from memory into memory."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        sent: Mapping[int, Sequence[Any]],
-        received: Mapping[int, Sequence[Any]],
-    ) -> None:
-        self._communicator = communicator
-        self._sent, self._received = sent, received
-        self._requests: dict[int, Any] = {}
+    communicator: Communicator
+    sent: Mapping[int, Sequence[Any]]  # the variables that each rank gets from this one
+    received: Mapping[int, Sequence[Any]]  # those that this one gets from each rank
+    _requests: dict[int, Any] = field(default_factory=dict, init=False)
 
     def publish(self) -> None:
         """Sends the values that this rank has updated; all ranks must call it."""
-        label, ranks = "updated weights", self._communicator
+        label, ranks = "updated weights", self.communicator
         others = next_first(ranks)
         for rank in others:
-            if variables := self._received.get(rank):
+            if variables := self.received.get(rank):
                 specs = [_specs(variable, DENSE)[0] for variable in variables]
                 self._requests[rank] = ranks.post_receive(specs, rank, _VALUES_TAG, label=label)
         for rank in others:
-            if variables := self._sent.get(rank):
+            if variables := self.sent.get(rank):
                 values = list(map(tensor_buffers.buffer_of, variables))
                 ranks.send(values, rank, _VALUES_TAG, label=label)
 
     def refresh(self) -> None:
         """Takes over the values that others have published; waits for them."""
         for rank, request in self._requests.items():
-            for variable, value in zip(self._received[rank], request.wait(), strict=True):
+            for variable, value in zip(self.received[rank], request.wait(), strict=True):
                 variable.assign(tensor_buffers.to_tensor(value))
         self._requests.clear()
 

@@ -73,7 +73,6 @@ class ReplicaSteps:
     """Runs the steps of a model on all ranks; each has the whole model."""
 
     plan, stages = None, ()
-    has_written = False  # a weight that another rank trains: there is none
 
     def __init__(self, model: Any, ranks: Communicator, gradient_dtype: str | None) -> None:
         self.communicator = ranks
@@ -122,6 +121,10 @@ class ReplicaSteps:
     def check_alike(self) -> None:
         """Compares what replicas hold, which each trains itself; all of them must call it."""
         check_alike(list(self._alike.values()), self.communicator)
+
+    def check_written(self, told: Any = None) -> list[Any]:
+        """Returns what all ranks tell: none has a weight that another one trains."""
+        return self.communicator.allgather_json(told)
 
     def _run(self, name: str, batch: Batch) -> Any:
         key = name, batch.signature

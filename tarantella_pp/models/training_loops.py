@@ -107,16 +107,12 @@ class TrainingLoops(_AnyModel):
     def make_train_function(self, force: bool = False) -> None:
         """Builds this rank's training step; called by Keras' own loops."""
         if force or self.train_function is None:
-            self.train_function: Any = step_function(
-                self._engine, self._engine.train, self.steps_per_execution
-            )
+            self.train_function: Any = step_function(self, self._engine.train)
 
     def make_test_function(self, force: bool = False) -> None:
         """Builds this rank's evaluation step; called by Keras' own loops."""
         if force or self.test_function is None:
-            self.test_function: Any = step_function(
-                self._engine, self._engine.test, self.steps_per_execution
-            )
+            self.test_function: Any = step_function(self, self._engine.test)
 
     def make_predict_function(self, force: bool = False) -> None:
         """Builds this rank's prediction step; called by Keras' own loops."""

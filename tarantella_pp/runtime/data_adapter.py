@@ -91,8 +91,7 @@ class FeedAdapter(DataAdapter):
 
     def on_epoch_begin(self) -> None:
         """Passes the hook on to the user's data."""
-        if any(self._engine.communicator.allgather_json(self._engine.has_written)):
-            self._engine.check_alike()
+        self._engine.check_written()
         if self._adapter is not None and self.cursor is not None:
             self.cursor.on_epoch_begin()
             self._adapter.on_epoch_begin()
@@ -256,10 +255,7 @@ def single_batch(engine: Any, data: Any) -> Batch:
     if ranks.size > 1 and data[0] is not None:
         shapes = keras.tree.map_structure(lambda leaf: [*getattr(leaf, "shape", ())], data)
         text = f"a batch of shapes {shapes} with hash {_hash_of(data)}"
-    texts, written = zip(*ranks.allgather_json([text, engine.has_written]), strict=True)
-    _refuse_others(texts)
-    if any(written):
-        engine.check_alike()
+    _refuse_others(engine.check_written(text))
     return next(feed.batches([data]))
 
 

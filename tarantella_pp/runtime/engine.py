@@ -81,6 +81,7 @@ class Engine:
         )
         self.shared_logs = SharedLogs(model, extracted, plan.assignment, self.placement, groups)
         self.check_alike = self.weights.check_alike
+        self.check_written = self.weights.check_written
         self.share_metrics = self.shared_logs.share_metrics
         self._compilation: Compilation | None = None
         self._exchanges = False
@@ -93,11 +94,6 @@ class Engine:
             has_metrics = compiled_metrics(self._model) is not None
             plan = self.memory.expected(compiled_loss(self._model), has_metrics)
         return with_findings(plan, self.schedules.spec, self.fallbacks)
-
-    @property
-    def has_written(self) -> bool:
-        """Whether this rank has written weights that another one trains, not compared since."""
-        return bool(self.weights.clock.written)
 
     def train(self, batch: Batch) -> dict[str, Any]:
         """Trains one batch; returns Keras' logs, the same on all ranks."""
@@ -277,9 +273,10 @@ class Engine:
 
 
 def step_function(
-    engine: Any, step: Callable[[Batch], dict[str, Any]], steps_per_execution: int
+    model: Any, step: Callable[[Batch], dict[str, Any]]
 ) -> Callable[[Iterator[Any]], dict[str, Any]]:
     """Makes a function that trains or evaluates, as Keras' loops expect it."""
+    engine, at_once = model._engine, model.steps_per_execution
 
     def run(iterator: Iterator[Any]) -> dict[str, Any]:
         data = next(iterator)
@@ -288,7 +285,7 @@ def step_function(
             if not isinstance(data, Batch):  # a single batch is an epoch of its own
                 engine.share_metrics()
                 return logs
-            for batch in itertools.islice(iterator, steps_per_execution - 1):
+            for batch in itertools.islice(iterator, at_once - 1):
                 logs = step(batch)
         except StopIteration as error:  # which Keras' loops take for the end of the data
             raise RuntimeError("A step raised StopIteration before it was over.") from error

@@ -193,8 +193,7 @@ class RankWeights:
 
     def gather(self) -> None:
         """Gives every rank the value of each variable from the rank that trains it."""
-        if any(self.groups.world.allgather_json(bool(self.clock.written))):
-            self.check_alike()
+        self.check_written()
         stale = self._pipeline.allgather_json(self._stale())
         self._share(stale, range(len(self.variables)))
         self.clock.written.clear()
@@ -229,6 +228,14 @@ class RankWeights:
         own = {i for i in self._needed() if copied or len(self.table.rows[i].ranks) != 1}
         check_alike(self.variables, ranks, own.union(written).difference(self._stale()))
         clock.written.clear()
+
+    def check_written(self, told: Any = None) -> list[Any]:
+        """As `check_alike` if any rank has written weights; returns what all ranks tell besides."""
+        mine = [told, bool(self.clock.written)]
+        texts, written = zip(*self.groups.world.allgather_json(mine), strict=True)
+        if any(written):
+            self.check_alike()
+        return list(texts)
 
     def make_reduction(self) -> GradientReduction:
         """What adds up the gradients of this rank's buckets over the replicas."""

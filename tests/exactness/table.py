@@ -51,11 +51,11 @@ def _reasons(kind: str, verdicts: Sequence[Verdict]) -> str:
 
 
 def main(kinds: Sequence[str]) -> None:
-    from tests.exactness import matrix
+    from tests.exactness.test_matrix import judge_on_two_ranks
 
     os.environ["TNT_TEST_EXAMPLES"] = "1"
     for kind in kinds or TITLES:
-        verdicts = matrix.judge_on_two_ranks([kind])[kind]
+        verdicts = judge_on_two_ranks([kind])[kind]
         if wrong := expected.unexpected(kind, verdicts):
             sys.exit("\n".join(wrong))
         PAGE.write_text(page(PAGE.read_text(), {kind: row(kind, verdicts)}))

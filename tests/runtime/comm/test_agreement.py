@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import pytest
 
-from tarantella_pp.errors import CommunicationError
 from tarantella_pp.runtime.comm.collective import compiled_facts
 from tarantella_pp.runtime.comm.communicator import TensorSpec, world
+from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import refused
 
@@ -130,17 +130,10 @@ def wait_in_vain():
     with ours.call("fit"):
         request = ours.post_receive(_ONE, 1, 7, label="activations 1>0, micro-batch 2")
         second = ours.post_receive(_ONE, 1, 8, label="activations 1>0, micro-batch 3")
-        try:
-            request.wait()
-        except CommunicationError as error:
-            found.append(str(error))
+        found.append(error_of(request.wait))
         while not (request.ready() and second.ready()):
             time.sleep(0.01)
-    try:
-        call("save")
-    except CommunicationError as error:
-        found.append(str(error))
-    return found
+    return [*found, error_of(lambda: call("save"))]
 
 
 @pytest.mark.slow
@@ -150,13 +143,13 @@ def test_the_first_line_of_a_time_out_says_who_waits_for_whom_in_which_call():
     message, announcement = (text.splitlines()[0] for text in run.results[0])
     assert "expected: activations 1>0, micro-batch 3 from rank 1 (tag 8)" in run.results[0][0]
     assert re.match(
-        r"Rank 0 waited 1\.\d s in fit\(\) at \S*:\d+ for activations 1>0, micro-batch 2 "
-        r"from rank 1 \(tag 7\) and gives up",
+        r"CommunicationError: Rank 0 waited 1\.\d s in fit\(\) at \S*:\d+ for activations 1>0, "
+        r"micro-batch 2 from rank 1 \(tag 7\) and gives up",
         message,
     )
     assert re.match(
-        r"Rank 0 waited 1\.\d s in save\(\) at \S*:\d+ for the other ranks to call save\(\) "
-        r"\(not yet: 1\) and gives up",
+        r"CommunicationError: Rank 0 waited 1\.\d s in save\(\) at \S*:\d+ for the other ranks to "
+        r"call save\(\) \(not yet: 1\) and gives up",
         announcement,
     )
     assert re.search(r"rank 0 has waited \d s in fit\(\) at \S+ for activations", run.stderr)

@@ -129,7 +129,7 @@ class PlanOptions:
             schedule=spec.name,
             balance=cast("str", self.balance),
             memory_limit=_memory_limit(self.memory_limit, stages),
-            in_flight=spec.in_flight(micro_batches),
+            in_flight=spec.make(micro_batches).held,
             held_again=spec.held_again(micro_batches),
             recompute=again,
             flops_per_byte=0.0 if self.recompute == "none" else FLOPS_PER_BYTE,

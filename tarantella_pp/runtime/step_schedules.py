@@ -143,7 +143,7 @@ class MemoryCheck:
         """The plan for a batch whose outputs are used so."""
         held = None
         if outputs.loss_at_once is not None and self.schedules.free:
-            held = self.schedules.placed_alike("gpipe").in_flight(self.plan.num_micro_batches)
+            held = self.schedules.placed_alike("gpipe").make(self.plan.num_micro_batches).held
         return with_batch(self.plan, self.extracted.graph, batch_size, outputs, held)
 
     def _refuse(self, plan: Plan) -> None:

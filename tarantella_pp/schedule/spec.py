@@ -101,14 +101,10 @@ class ScheduleSpec:
         """The named schedule that runs; for one that is searched for, the one till then."""
         return BEFORE_SEARCH if self.name == SEARCHED else self.name
 
-    def in_flight(self, num_micro_batches: int) -> tuple[int, ...]:
-        """Returns the most micro-batches that each stage holds."""
-        return self.make(num_micro_batches).held
-
     def held_again(self, num_micro_batches: int) -> tuple[HeldAgain, ...]:
         """Returns for how many micro-batches stages hold what they repeated, at the most."""
         if self.custom is None and self.name == SEARCHED:
-            return tuple(HeldAgain(n, True) for n in self.in_flight(num_micro_batches))
+            return tuple(HeldAgain(n, True) for n in self.make(num_micro_batches).held)
         return self.make(num_micro_batches).held_again()
 
 

@@ -69,7 +69,7 @@ def plan_of(graph, num_stages, *, schedule="1f1b", micro_batches=8, **changes):
     return plans.plan_of(
         graph,
         [i * num_stages // total for i in range(total)],
-        ScheduleSpec.of(schedule, num_stages).in_flight(micro_batches),
+        ScheduleSpec.of(schedule, num_stages).make(micro_batches).held,
         num_micro_batches=micro_batches,
         batch_size=64,
         schedule=schedule,

@@ -109,7 +109,7 @@ def test_what_recomputing_stages_hold_again_is_known_for_every_recipe(name, rank
     whole = {stage for stage, i in spec.repeated if i < micro_batches}
     counts = held
     if name == SEARCHED:  # what will be found may hold that much
-        counts, whole = spec.in_flight(micro_batches), range(spec.num_stages)
+        counts, whole = spec.make(micro_batches).held, range(spec.num_stages)
     assert [list(one) for one in found] == [[n, i in whole] for i, n in enumerate(counts)]
     assert [one.micro_batches for one in schedule.held_again()] == held
 
@@ -139,7 +139,7 @@ def test_a_schedule_comes_from_a_file_or_as_it_is(tmp_path):
     assert own == read_schedule(str(path)) == read_schedule(Schedule.from_text(OWN))
     spec = ScheduleSpec.of(path, 2, 2)
     assert spec.make(3) == own
-    assert spec.in_flight(2) == (2, 1)
+    assert spec.make(2).held == (2, 1)
     alone = ScheduleSpec.of(path, 2, 1)
     assert alone.placement == (0, 0)
     assert Compute(1, "BW", 2) in alone.make(3).actions[0]

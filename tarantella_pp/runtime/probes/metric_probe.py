@@ -24,7 +24,7 @@ from tarantella_pp.runtime.probes.parts import (
     some_rows,
 )
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace
-from tarantella_pp.runtime.stage.graph_functions import dense_tensors
+from tarantella_pp.runtime.stage.graph_functions import dense_tensors, flattened
 from tarantella_pp.runtime.stage.graph_split import has_effect
 
 # Samples that are tried, one of them and the others; few, for some models have large ones.
@@ -79,13 +79,10 @@ def _probe(
 ) -> PartsProbe | str:
     """Traces the update of the metrics, or says why no trial of it would show enough."""
 
-    def run(*tensors: tf.Tensor) -> None:
-        given = iter(tensors)
-        filled = [None if t is None else next(given) for t in tf.nest.flatten(examples)]
-        y, results, weight = tf.nest.pack_sequence_as(examples, filled)
+    def update(y: Any, results: Sequence[tf.Tensor], weight: Any) -> None:
         metrics.update_state(y, pack(results), weight)
 
-    specs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in dense_tensors(examples)]
+    run, specs = flattened(update, examples, any_rows=True)
     traced = tf.function(run, input_signature=specs, autograph=False).get_concrete_function()
     variables = [variable.value for variable in metrics.variables]
     handles = {id(v.handle): metric for v, metric in zip(variables, owners, strict=True)}

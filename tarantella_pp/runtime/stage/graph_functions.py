@@ -42,17 +42,23 @@ class CompiledFunction:
         cls, function: Callable[..., Any], arguments: tuple[Any, ...], any_rows: bool = False
     ) -> CompiledFunction:
         """Compiles a function for nested arguments, `None` among them."""
-        flat = tf.nest.flatten(arguments)
+        return cls(*flattened(function, arguments, any_rows))
 
-        def flattened(*tensors: tf.Tensor) -> Any:
-            given = iter(tensors)
-            filled = [None if value is None else next(given) for value in flat]
-            return function(*tf.nest.pack_sequence_as(arguments, filled))
 
-        tensors = [value for value in flat if value is not None]
-        shapes = [[None, *t.shape[1:]] if any_rows else t.shape for t in tensors]
-        pairs = zip(shapes, tensors, strict=True)
-        return cls(flattened, [tf.TensorSpec(shape, t.dtype) for shape, t in pairs])
+def flattened(
+    function: Callable[..., Any], arguments: tuple[Any, ...], any_rows: bool = False
+) -> tuple[Callable[..., Any], list[tf.TensorSpec]]:
+    """A function of the tensors in nested arguments, `None` among them, and what it takes."""
+
+    def of_tensors(*tensors: tf.Tensor) -> Any:
+        given = iter(tensors)
+        filled = [None if x is None else next(given) for x in tf.nest.flatten(arguments)]
+        return function(*tf.nest.pack_sequence_as(arguments, filled))
+
+    tensors = dense_tensors(arguments)
+    shapes = [[None, *t.shape[1:]] if any_rows else t.shape for t in tensors]
+    pairs = zip(shapes, tensors, strict=True)
+    return of_tensors, [tf.TensorSpec(shape, t.dtype) for shape, t in pairs]
 
 
 def dense_tensors(arguments: tuple[Any, ...]) -> list[tf.Tensor]:

@@ -90,19 +90,6 @@ def test_one_process() -> None:
     check(use_everything())
 
 
-def check_on_ranks(results: list) -> None:
-    for found in results:
-        check(found)
-        for name, parts in {
-            "shape": ("{'loss': 'float64[1]'}", "on rank 0", "{'loss': 'float64[2]'}", "on rank 1"),
-            "nest": ("('float64[]',)", "['float64[]']"),
-            "ops": ("op='max'", "op='sum'"),
-            "call": ("tnt.barrier()", "tnt.broadcast_variables()"),
-        }.items():
-            for part in parts:
-                assert part in found[name], (part, found[name])
-
-
 def make_model():
     keras.utils.set_random_seed(7)
     tokens = keras.Input((5,), dtype="int32")
@@ -175,7 +162,16 @@ def test_the_numbers_of_one_process(float64) -> None:
         np.testing.assert_allclose(found["wire"], [-1, -2, -1])
         for text in found["refused"]:
             assert "DistributedOptimizer.apply(variables=" in text
-    check_on_ranks([found["collectives"] for found in results])
+    for found in (each["collectives"] for each in results):
+        check(found)
+        for name, parts in {
+            "shape": ("{'loss': 'float64[1]'}", "on rank 0", "{'loss': 'float64[2]'}", "on rank 1"),
+            "nest": ("('float64[]',)", "['float64[]']"),
+            "ops": ("op='max'", "op='sum'"),
+            "call": ("tnt.barrier()", "tnt.broadcast_variables()"),
+        }.items():
+            for part in parts:
+                assert part in found[name], (part, found[name])
 
 
 def test_it_stays_what_it_was() -> None:

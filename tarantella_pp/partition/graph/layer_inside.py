@@ -117,7 +117,7 @@ class LayerInside:
         # What it gets for `training` when it trains, and otherwise
         flags = (None, None) if self._looked.knows_no_training else (True, False)
         for size in dict.fromkeys((self._looked.assumed_size, *SIZES)) if is_open else (1,):
-            tracer = partial(_traced, self._operation, self._arguments, given, size)
+            tracer = partial(self._traced, size)
             try:
                 trace = tracer(0, flags[0])
             except Exception as error:  # whatever the user's code does not like about it
@@ -128,6 +128,10 @@ class LayerInside:
                 known[key] = Inside(trace, tracer, flags, is_open, list(given.values()))
             return trace, known[key]
         return None
+
+    def _traced(self, size: int, samples: int | None, training: bool | None) -> LayerTrace:
+        made = {key: tensor.symbolic(samples, size) for key, tensor in self._given.items()}
+        return LayerTrace(self._operation, self._arguments, made, training)
 
     @property
     def why_whole(self) -> dict[str, str]:
@@ -326,18 +330,6 @@ class Inside:
             or bytes_of(call.layer.trainable_variables) > limits.parameters
             or cost.residual_bytes > limits.kept
         )
-
-
-def _traced(
-    operation: Any,
-    arguments: Any,
-    given: dict[int, SeenTensor],
-    size: int,
-    samples: int | None,
-    training: bool | None,
-) -> LayerTrace:
-    made = {key: tensor.symbolic(samples, size) for key, tensor in given.items()}
-    return LayerTrace(operation, arguments, made, training)
 
 
 def name_of(calls: dict[Path, LayerCall], path: Path) -> str:

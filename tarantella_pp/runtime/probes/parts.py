@@ -267,7 +267,23 @@ class PartsProbe:
 
         `given` says what the function gets of samples, given their places among all.
         """
-        return self._in_widest(lambda: self._compare(samples, sizes, given))
+
+        def attempt() -> Compared:
+            start, rows = self._state(), samples.rows
+            whole = self._trial(given(samples, slice(0, rows)))
+            places = samples.in_parts(sizes)
+            each = [given(samples.of(own), own) for own in places]
+            axes = self._axes_of_draws(each[0], whole)
+            parts = []
+            for tensors, own in zip(each, places, strict=True):
+                drawn = [_of_rows(d, a, rows, own) for d, a in zip(whole.draws, axes, strict=True)]
+                self._restore(start)
+                parts.append(self._trial(tensors, drawn))
+            self._restore(whole.state)
+            shares = [(own.stop - own.start) / rows for own in places]
+            return Compared(start, whole, parts, shares, self.tolerance)
+
+        return self._in_widest(attempt)
 
     def run(self, tensors: Sequence[tf.Tensor]) -> Outcome:
         """Runs the function on some samples, from where it has ended last."""
@@ -281,26 +297,6 @@ class PartsProbe:
             except Exception:  # an operation that is not there, or content that it does not take
                 self._prepare()
         return attempt()
-
-    def _compare(
-        self,
-        samples: Samples,
-        sizes: Sequence[int],
-        given: Callable[[Samples, slice], Sequence[tf.Tensor]],
-    ) -> Compared:
-        start, rows = self._state(), samples.rows
-        whole = self._trial(given(samples, slice(0, rows)))
-        places = samples.in_parts(sizes)
-        each = [given(samples.of(own), own) for own in places]
-        axes = self._axes_of_draws(each[0], whole)
-        parts = []
-        for tensors, own in zip(each, places, strict=True):
-            drawn = [_of_rows(d, a, rows, own) for d, a in zip(whole.draws, axes, strict=True)]
-            self._restore(start)
-            parts.append(self._trial(tensors, drawn))
-        self._restore(whole.state)
-        shares = [(own.stop - own.start) / rows for own in places]
-        return Compared(start, whole, parts, shares, self.tolerance)
 
     def counters(self) -> list[int]:
         """Which of the variables that the function writes say what random numbers are drawn."""

@@ -89,7 +89,7 @@ class ProbeTrace:
         rows: int,
         differentiates: bool = True,
     ) -> None:
-        self._module, self._rows, self._training = module, rows, training
+        self._module, self.rows, self.training = module, rows, training
         self._differentiates = training and differentiates
         self._parts: list[list[tf.Tensor]] = []
         self._made: list[tuple[Call, list[tf.Tensor]]] = []
@@ -231,9 +231,9 @@ class ProbeTrace:
     def outputs(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The stage's outputs for some inputs, as it hands them on."""
         outputs, boundary = self._parts[0], self._module.boundary
-        known = self._probes.get(0.0) if self._rows <= self.most_samples else None
-        probe = known or PartsProbe(self.function, self._feeds, outputs, rows=self._rows)
-        given = self._placed(Samples(self._rows, inputs), 0, np.zeros(len(self.added_by)))
+        known = self._probes.get(0.0) if self.rows <= self.most_samples else None
+        probe = known or PartsProbe(self.function, self._feeds, outputs, rows=self.rows)
+        given = self._placed(Samples(self.rows, inputs), 0, np.zeros(len(self.added_by)))
         pairs = zip(outputs, probe.run(given).values, strict=False)
         made = [tensor_of(value, output.dtype) for output, value in pairs]
         return samples_back(made, boundary.axes_of(port.tensor for port in boundary.outputs))
@@ -254,7 +254,7 @@ class ProbeTrace:
     ) -> list[bool]:
         """Which results of two traces differ."""
         probes = [
-            PartsProbe(each.function, each._feeds[2:], fetched(each), rows=self._rows)
+            PartsProbe(each.function, each._feeds[2:], fetched(each), rows=self.rows)
             for each in (self, other)
         ]
         pairs = zip(*(probe.run(inputs).values for probe in probes), strict=True)
@@ -306,7 +306,7 @@ class ProbeTrace:
         real = samples_back(inputs, boundary.axes_of(port.tensor for port in boundary.inputs))
         try:
             with moments_known(layer) as self._moments:
-                results, added = module.run(real, self._training, tried=True)
+                results, added = module.run(real, self.training, tried=True)
         finally:
             layer.observe = None
         outputs = samples_first(results, boundary.axes_of(port.tensor for port in boundary.outputs))
@@ -318,7 +318,7 @@ class ProbeTrace:
         found = [(weight, gradient) for weight, gradient in pairs if gradient is not None]
         self.weights = [weight for weight, _ in found]
         raw = [g.values if isinstance(g, tf.IndexedSlices) else g for _, g in found]
-        self.added_by = module.added_by[self._training]
+        self.added_by = module.added_by[self.training]
         self._lookups = FlatGradients(gradients).lookups
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         double = any(g.dtype.real_dtype == tf.float64 for g in raw)

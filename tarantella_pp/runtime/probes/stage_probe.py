@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -39,26 +40,22 @@ _CHANGES = ((opposite, 0.0), (much_larger, 1.0), (much_larger, 1e3))
 Array = np.ndarray[Any, Any]
 
 
+@dataclass(eq=False)
 class StageProbe:
-    """Refuses a stage that would train something else in a pipeline, before any update.
+    """Refuses a stage that would train something else in a pipeline, before any update."""
 
-    `others` gives weights of other stages: a function that reads one has no gradient for it.
-    """
+    module: StageModule
+    # Gives weights of other stages: a function that reads one has no gradient for it
+    others: Callable[[], Sequence[Any]] = list
+    num_replicas: int = 1
+    is_plain: bool = False
+    _kinds: dict[bool, Array] = field(default_factory=dict, init=False)
+    _factors: dict[tuple[bool, int, float], tf.Tensor] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        module: StageModule,
-        others: Callable[[], Sequence[Any]] = list,
-        num_replicas: int = 1,
-        is_plain: bool = False,
-    ) -> None:
-        self._module = module
-        self._others = others
-        self._num_replicas = num_replicas
-        self._is_plain = is_plain
-        self._axes = module.boundary.axes_of(tensor.tensor for tensor in module.boundary.inputs)
-        self._kinds: dict[bool, Array] = {}
-        self._factors: dict[tuple[bool, int, float], tf.Tensor] = {}
+    @property
+    def _axes(self) -> list[int | None]:
+        boundary = self.module.boundary
+        return boundary.axes_of(tensor.tensor for tensor in boundary.inputs)
 
     def examine(
         self,
@@ -72,7 +69,7 @@ class StageProbe:
         """Tries the stage out with a micro-batch, and others if it is small; changes nothing."""
         first = samples_first(inputs, self._axes)
         trace = self._trace(training, rows, first, num_micro_batches)
-        refuse_effects(trace.function, self._module.layer, num_micro_batches, self._is_plain)
+        refuse_effects(trace.function, self.module.layer, num_micro_batches, self.is_plain)
         unlike = list(trace.drawn_by)
         if trace.counts:
             again = self._trace(training, rows, first, num_micro_batches)
@@ -85,28 +82,28 @@ class StageProbe:
                 "count in a weight with trainable=False."
             )
         if training:
-            self._refuse_lost(trace, num_micro_batches > self._num_replicas)
+            self._refuse_lost(trace, num_micro_batches > self.num_replicas)
             self._find_late(trace, num_micro_batches)
         if num_micro_batches > 1:
             samples = self._enough(rows, first, following())
             samples = samples.of(slice(0, min(samples.rows, trace.most_samples)))
-            self._refuse_sizes(trace, training, rows, first)
+            self._refuse_sizes(trace, first)
             try:
-                self._refuse_coupled(trace, training, samples, rows)
+                self._refuse_coupled(trace, samples)
             except UnsupportedModelError:
                 # A unit of ReLU that is zero but for rounding, which is another in another shape,
                 # is not so again with samples that are a little larger.
-                self._refuse_coupled(trace, training, samples.changed(_larger), rows)
+                self._refuse_coupled(trace, samples.changed(_larger))
             except tf.errors.InvalidArgumentError as error:  # one that takes no few samples
                 raise _mixes(None, [], f" TensorFlow says of some: {error.message}") from error
-            self._module.means[training] = metric_means(
-                self._module.layer.calls, trace, samples, self._num_replicas
+            self.module.means[training] = metric_means(
+                self.module.layer.calls, trace, samples, self.num_replicas
             )
-        return trace.outputs(first) if self._module.boundary.sends else []
+        return trace.outputs(first) if self.module.boundary.sends else []
 
     def factors(self, training: bool, share: float) -> tf.Tensor:
         """What the added losses of a micro-batch count in the loss of the batch."""
-        count = len(self._module.added_by[training])
+        count = len(self.module.added_by[training])
         key = training, count, share
         if key not in self._factors:  # made once, for each micro-batch of each step asks for it
             kinds = self._kinds.get(training, np.zeros(count))
@@ -119,7 +116,7 @@ class StageProbe:
             # What its gradient needs TensorFlow keeps of the last run alone.
             if op.type == "EagerPyFunc" in [other.type for other in op.control_inputs]:
                 raise UnsupportedModelError(
-                    f"{place_of(op.name, self._module.layer)} calls tf.py_function, which has "
+                    f"{place_of(op.name, self.module.layer)} calls tf.py_function, which has "
                     "gradients of the last micro-batch alone. Use num_micro_batches=1, or "
                     "tf.numpy_function within tf.custom_gradient."
                 )
@@ -131,11 +128,11 @@ class StageProbe:
                 "compute_output_spec()."
             )
         read = {id(variable) for variable in trace.function.graph.variables}
-        for weight in self._others():
+        for weight in self.others():
             if id(weight.value) in read:
                 lost = "gradient" if weight.trainable else "new values"
                 raise UnsupportedModelError(
-                    f"Stage {self._module.boundary.index} reads weight '{weight.path}', whose "
+                    f"Stage {self.module.boundary.index} reads weight '{weight.path}', whose "
                     "layer is in another stage: a Lambda, a layer or keras.remat (instead of which "
                     f"there is recompute='all') reads it past that layer, so its {lost} would be "
                     "lost. Call the layer itself, make one layer of both, or use num_stages=1."
@@ -153,25 +150,23 @@ class StageProbe:
                 "micro-batches. Read it before its layer is called, or use num_micro_batches=1 "
                 "and num_replicas=1."
             )
-        self._module.statistics.waits = False
+        self.module.statistics.waits = False
 
-    def _refuse_coupled(
-        self, trace: ProbeTrace, training: bool, samples: Samples, rows: int
-    ) -> None:
+    def _refuse_coupled(self, trace: ProbeTrace, samples: Samples) -> None:
         for found in trace.both_ways(samples):
-            if training:
-                self._module.accumulator.fixed = found.fixed
+            if trace.training:
+                self.module.accumulator.fixed = found.fixed
             if found.mixes or found.strange:
                 strange = [trace.weights[place].path for place in found.strange]
                 raise _mixed(trace, trace.first_call(samples), strange)
         self._refuse_mixed(trace, samples.changed(alike))
         if any("While" in op.type for op in trace.function.graph.get_operations()):
             self._refuse_mixed(trace, samples.changed(_unequal))  # which end when all are done?
-        if rows < samples.rows:  # as many as there are in training
-            self._refuse_mixed(trace, samples, (rows, samples.rows - rows))
+        if trace.rows < samples.rows:  # as many as there are in training
+            self._refuse_mixed(trace, samples, (trace.rows, samples.rows - trace.rows))
         self._factors.clear()
-        if self._module.added_by[training]:
-            self._kinds[training] = _added_kinds(trace, samples)
+        if self.module.added_by[trace.training]:
+            self._kinds[trace.training] = _added_kinds(trace, samples)
         if trace.mixes_rarely(samples):
             raise _mixed(trace, trace.first_to_see_sums(), [])
 
@@ -181,14 +176,14 @@ class StageProbe:
         if trace.compare(samples, sizes=sizes).mixes:
             raise _mixed(trace, trace.first_call(samples, sizes), [])
 
-    def _refuse_sizes(
-        self, trace: ProbeTrace, training: bool, rows: int, inputs: Sequence[tf.Tensor]
-    ) -> None:
+    def _refuse_sizes(self, trace: ProbeTrace, inputs: Sequence[tf.Tensor]) -> None:
         """Refuses layers that compute otherwise where they know how many samples there are."""
-        if all(made_by_keras(part) for part in sublayers(self._module.layer)[1:]):
+        if all(made_by_keras(part) for part in sublayers(self.module.layer)[1:]):
             return
         try:
-            known = ProbeTrace(self._module, specs_of(inputs), training, rows, differentiates=False)
+            known = ProbeTrace(
+                self.module, specs_of(inputs), trace.training, trace.rows, differentiates=False
+            )
         except Exception as error:  # of a layer that runs with all samples of a batch only
             raise _takes_no_parts(error) from error
         if (call := trace.first_other(known, inputs)) is not None:
@@ -202,11 +197,11 @@ class StageProbe:
             for spec, one in zip(specs_of(inputs), self._batched(rows, inputs), strict=True)
         ]
         try:
-            return ProbeTrace(self._module, specs, training, rows)
+            return ProbeTrace(self.module, specs, training, rows)
         except UnsupportedModelError:
             raise
         except Exception as error:  # whatever a layer says that runs with this many samples only
-            trace = ProbeTrace(self._module, specs_of(inputs), training, rows)
+            trace = ProbeTrace(self.module, specs_of(inputs), training, rows)
             if num_micro_batches > 1:
                 raise _takes_no_parts(error) from error
             return trace

@@ -269,6 +269,8 @@ class ReplicaState:
     def gather(self) -> None:
         """Does nothing: all ranks have all weights."""
 
+    refresh = gather
+
     def reader(self, stream: ValueStream) -> Callable[[Any], Any]:
         """Reads a weight, which is there."""
         return value_of

@@ -266,7 +266,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             return None
         weights, table = in_parts(self.trainable_variables), self._engine.weights.table
         # By the time it publishes, `compile` has made another engine.
-        return OptimizerState(optimizer, weights, table, lambda: self._engine.publish_weights())
+        return OptimizerState(optimizer, weights, table, lambda: self._engine.weights.publish())
 
     def _renew(self) -> None:
         """Makes changes of layers, loss, metrics and optimizer take effect."""
@@ -288,21 +288,10 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             if self.train_function is None and not self.optimizer.built:
                 self._see_flags(self._optimizer_state)
             self._optimizer_state.build()
-        self._engine.weights.refresh()
         if self._engine.communicator.size > 1:
             # Functions of the wrapped model, once traced, would read stale weights without asking.
             forget_functions(self._wrapped)
         super().make_train_function(force)
-
-    def make_test_function(self, force: bool = False) -> None:
-        """Builds this rank's evaluation step; called by Keras' own loops."""
-        self._engine.weights.refresh()
-        super().make_test_function(force)
-
-    def make_predict_function(self, force: bool = False) -> None:
-        """Builds this rank's prediction step; called by Keras' own loops."""
-        self._engine.weights.refresh()
-        super().make_predict_function(force)
 
     def compute_metrics(
         self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None

@@ -106,16 +106,19 @@ class TrainingLoops(_AnyModel):
 
     def make_train_function(self, force: bool = False) -> None:
         """Builds this rank's training step; called by Keras' own loops."""
+        self._engine.weights.refresh()
         if force or self.train_function is None:
             self.train_function: Any = step_function(self, self._engine.train)
 
     def make_test_function(self, force: bool = False) -> None:
         """Builds this rank's evaluation step; called by Keras' own loops."""
+        self._engine.weights.refresh()
         if force or self.test_function is None:
             self.test_function: Any = step_function(self, self._engine.test)
 
     def make_predict_function(self, force: bool = False) -> None:
         """Builds this rank's prediction step; called by Keras' own loops."""
+        self._engine.weights.refresh()
         self.predict_function = predict_function(self._engine)
 
     @surrounded

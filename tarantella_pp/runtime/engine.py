@@ -158,11 +158,6 @@ class Engine:
             results = self.shared_logs.share_outputs(step)
         return pack_outputs(self.extracted, self.stages.boundaries[-1], results)
 
-    def publish_weights(self) -> None:
-        """Makes known to other ranks that weights have changed behind a step; all must call it."""
-        self.weights.clock.advance()
-        self.weights.publish()
-
     def refuse_compilation(self, optimizer: Any, loss: Any, has_metrics: bool) -> None:
         """Refuses what would train otherwise on these ranks, or does not fit the plan."""
         ranks = self.weights.table.ranks.size

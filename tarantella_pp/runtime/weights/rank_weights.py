@@ -207,7 +207,8 @@ class RankWeights:
             self._share(stale, set().union(*needed_by))
 
     def publish(self) -> None:
-        """Gives other ranks the values of weights they have from this one; all must call it."""
+        """Gives other ranks values that have changed behind a step; all must call it."""
+        self.clock.advance()
         self.spread()
         self.ties.copies.publish()
         self.ties.copies.refresh()

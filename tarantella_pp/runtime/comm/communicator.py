@@ -19,18 +19,11 @@ from tarantella_pp.launch import guard
 from tarantella_pp.launch.environment import Launch, detect_launch
 from tarantella_pp.launch.records import RESTARTS_VARIABLE, SIZE_VARIABLE
 from tarantella_pp.launch.resources import take_gpu
-from tarantella_pp.runtime.comm import collectives
+from tarantella_pp.runtime.comm import collectives, waiting
 from tarantella_pp.runtime.comm.agreement import Agreement
 from tarantella_pp.runtime.comm.buffers import TensorSpec, as_bytes
 from tarantella_pp.runtime.comm.collectives import CollectiveRequest, Steps, finished
 from tarantella_pp.runtime.comm.messages import Channel, Process
-from tarantella_pp.runtime.comm.waiting import (
-    BackgroundProgress,
-    Limits,
-    Progress,
-    Wakeup,
-    is_wanted,
-)
 
 __all__ = ["Communicator", "TensorSpec", "ranks_at_first", "world"]
 
@@ -266,7 +259,7 @@ def ranks_at_first() -> int:
 
 
 def _join(launch: Launch) -> Communicator:
-    timeout = Limits.from_environment().timeout
+    timeout = waiting.Limits.from_environment().timeout
     with guard.starting_mpi(timeout):
         mpi = _import_mpi(launch)
     size = mpi.COMM_WORLD.Get_size()
@@ -307,12 +300,12 @@ def _import_mpi(launch: Launch) -> Any:
 
 def _ranks_of(mpi: Any) -> Communicator:
     """Connects all ranks of the job; all of them must call this."""
-    limits, wakeup = Limits.from_environment(), Wakeup()
+    limits, wakeup = waiting.Limits.from_environment(), waiting.Wakeup()
     # One copy for tensors, one for announcements: their tags cannot mix, nor with tags of
     # a user who calls MPI.
     for_tensors, for_calls = mpi.COMM_WORLD.Dup(), mpi.COMM_WORLD.Dup()
     agreement = Agreement(mpi, for_calls, wakeup.ring)
-    process = Process(mpi, wakeup, limits, agreement, Progress())
+    process = Process(mpi, wakeup, limits, agreement, waiting.Progress())
     # The upper half of the tags is for collectives, two for each of theirs.
     largest_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)) // 2
     return Communicator.of(process, for_tensors, 0, largest_tag)
@@ -328,10 +321,10 @@ def _connect(ranks: Communicator) -> None:
         process.progress.poll()
         comm.Iprobe(mpi.ANY_SOURCE, 0)  # has MPI look at its sockets; takes no message
 
-    if is_wanted(several_hosts=ranks.several_hosts) and (
+    if waiting.is_wanted(several_hosts=ranks.several_hosts) and (
         mpi.Query_thread() >= mpi.THREAD_SERIALIZED
     ):
-        process.background = BackgroundProgress(process.progress.is_open, move_on)
+        process.background = waiting.BackgroundProgress(process.progress.is_open, move_on)
 
 
 def _leave(ranks: Communicator, pid: int) -> None:

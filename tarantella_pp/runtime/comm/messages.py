@@ -10,6 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError
+from tarantella_pp.runtime.comm import waiting
 from tarantella_pp.runtime.comm.agreement import Agreement
 from tarantella_pp.runtime.comm.buffers import (
     Bytes,
@@ -20,13 +21,6 @@ from tarantella_pp.runtime.comm.buffers import (
     numpy_dtype,
     pieces,
 )
-from tarantella_pp.runtime.comm.waiting import (
-    BackgroundProgress,
-    Limits,
-    Progress,
-    Waiter,
-    Wakeup,
-)
 
 
 @dataclass
@@ -34,11 +28,11 @@ class Process:
     """What all groups of a rank share."""
 
     mpi: Any
-    wakeup: Wakeup
-    limits: Limits
+    wakeup: waiting.Wakeup
+    limits: waiting.Limits
     agreement: Agreement
-    progress: Progress
-    background: BackgroundProgress | None = None
+    progress: waiting.Progress
+    background: waiting.BackgroundProgress | None = None
 
     def end_background(self) -> None:
         """Makes sure that this thread alone uses MPI, also if Ctrl-C ended a computation."""
@@ -188,7 +182,7 @@ class Channel:
         self.byte = mpi.BYTE
         self.mpi_error: type[Exception] = mpi.Exception
         self.status: Any = mpi.Status()
-        self.waiter = Waiter(
+        self.waiter = waiting.Waiter(
             self.world_ranks[self.rank],
             process.limits,
             process.progress.poll,

@@ -18,15 +18,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.internals.functional import (
-    GlueScope,
-    functions_inside,
-    get_mask,
-    layer_calls,
-    operation_fn,
-    set_mask,
-    tree,
-)
+from tarantella_pp.internals import functional
 from tarantella_pp.internals.state import needs_only_shapes, only_traced, outside_stateless_scopes
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.partition.graph.layer_trace import LayerCall, Made, Path, is_glue, own_tensor
@@ -61,18 +53,18 @@ def _run_call(
 ) -> None:
     for tensor in call.inputs:
         # A layer may have taken the mask off an input that others still need it with.
-        set_mask(tensors[tensor], None if tensor in call.unmasked else masks.get(tensor))
+        functional.set_mask(tensors[tensor], None if tensor in call.unmasked else masks.get(tensor))
     known = {key: tensors[tensor] for key, tensor in call.bindings.items()}
     args, kwargs = call.arguments.fill_in(known)
-    results = operation_fn(call.operation, training=training)(*args, **kwargs)
-    tensors.update(zip(call.outputs, tree.flatten(results), strict=True))
+    results = functional.operation_fn(call.operation, training=training)(*args, **kwargs)
+    tensors.update(zip(call.outputs, functional.tree.flatten(results), strict=True))
     _made(call, tensors, masks, observe)
 
 
 def _made(call: Call, tensors: Values, masks: Values, observe: Observer | None) -> None:
     if observe is not None:
         observe(call, [tensors[tensor] for tensor in call.outputs])
-    masks.update((tensor, get_mask(tensors[tensor])) for tensor in call.outputs)
+    masks.update((tensor, functional.get_mask(tensors[tensor])) for tensor in call.outputs)
 
 
 class _OpenedRun:
@@ -105,10 +97,10 @@ class _OpenedRun:
         args, kwargs = call.arguments.fill_in(
             {k: self._value(t, unmasked=t in call.unmasked) for k, t in call.bindings.items()}
         )
-        scope = GlueScope(self._read, self._write, self._add)
-        inlined = functions_inside(are_inlined=True)
-        with scope, layer_calls(self._called), inlined, only_traced():
-            operation_fn(self._whole.operation, training=training)(*args, **kwargs)
+        scope = functional.GlueScope(self._read, self._write, self._add)
+        inlined = functional.functions_inside(are_inlined=True)
+        with scope, functional.layer_calls(self._called), inlined, only_traced():
+            functional.operation_fn(self._whole.operation, training=training)(*args, **kwargs)
         self._check()
         return [(self._whole.operation.name, loss) for _, loss in self._losses]
 
@@ -122,7 +114,7 @@ class _OpenedRun:
             value = self._placeholder(spec.dtype, spec.shape)
             if spec.mask_shape is not None:
                 mask = self._placeholder("bool", spec.mask_shape)
-        set_mask(value, None if unmasked else mask)
+        functional.set_mask(value, None if unmasked else mask)
         return value
 
     def _placeholder(self, dtype: str, shape: Any) -> Any:
@@ -154,18 +146,20 @@ class _OpenedRun:
         if path in self._around:
             result = self._enter(path, call, layer, args, kwargs)
         elif path in self._here:
-            flat = tree.flatten((args, kwargs))
+            flat = functional.tree.flatten((args, kwargs))
             tensors = [value for value in flat if isinstance(value, tf.Tensor)]
-            self._args[path] = [*tensors, *map(get_mask, tensors)]
+            self._args[path] = [*tensors, *map(functional.get_mask, tensors)]
             result = self._make(call, layer, args, kwargs)
         else:
-            given = tree.flatten((args, kwargs))
+            given = functional.tree.flatten((args, kwargs))
             for place in known.removes:
-                set_mask(given[place], None)
+                functional.set_mask(given[place], None)
             return self._packed(known)
         if path in self._here:
-            result = tree.map_structure(own_tensor, result)
-            values = [value for value in tree.flatten(result) if isinstance(value, tf.Tensor)]
+            result = functional.tree.map_structure(own_tensor, result)
+            values = [
+                value for value in functional.tree.flatten(result) if isinstance(value, tf.Tensor)
+            ]
             self._tensors.update(zip(self._whole.made[path], values, strict=True))
             _made(self._here[path][1], self._tensors, self._masks, self._observe)
             return result
@@ -185,7 +179,7 @@ class _OpenedRun:
     def _make(self, call: Any, layer: Any, args: Any, kwargs: Any) -> Any:
         self._in_leaf = True
         try:
-            as_it_is = functions_inside(are_inlined=self._inlines)
+            as_it_is = functional.functions_inside(are_inlined=self._inlines)
             with outside_stateless_scopes(), as_it_is, only_traced(self._only_shapes):
                 return call(layer, *args, **kwargs)
         finally:
@@ -198,7 +192,7 @@ class _OpenedRun:
         def value(part: Any) -> Any:
             return self._value(made[part.place]) if isinstance(part, Made) else part
 
-        return tree.map_structure(value, known.result)
+        return functional.tree.map_structure(value, known.result)
 
     def _check(self) -> None:
         """Refuses parts that follow from something else than when the layer was read."""

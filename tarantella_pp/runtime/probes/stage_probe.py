@@ -95,7 +95,7 @@ class StageProbe:
                 # is not so again with samples that are a little larger.
                 self._refuse_coupled(trace, samples.changed(_larger))
             except tf.errors.InvalidArgumentError as error:  # one that takes no few samples
-                raise _mixes(None, [], f" TensorFlow says of some: {error.message}") from error
+                raise _takes_no_parts(error) from error
             self.module.means[training] = metric_means(
                 self.module.layer.calls, trace, samples, self.num_replicas
             )
@@ -304,7 +304,7 @@ def _mixed(trace: ProbeTrace, call: Call | None, strange: Sequence[str]) -> Unsu
     )
 
 
-def _mixes(call: Call | None, strange: Sequence[str], said: str = "") -> UnsupportedModelError:
+def _mixes(call: Call | None, strange: Sequence[str]) -> UnsupportedModelError:
     what, how = "One of the layers", "gradient"
     if call is not None:
         what, how = f"'{call.name}' ({call.kind})", "result"
@@ -314,16 +314,16 @@ def _mixes(call: Call | None, strange: Sequence[str], said: str = "") -> Unsuppo
         f"{what} mixes samples, or looks at the number of samples or at the place of one: its "
         f"{how} for some samples of a batch may change when they are alone, so in micro-batches "
         "it would train something else than in one process. Use num_micro_batches=1 and "
-        "num_replicas=1, or a form of it that treats each sample by itself, with the samples "
-        f"along the first dimension.{said}"
+        "num_replicas=1, or a form of it that treats each sample by itself, with the samples along "
+        "the first dimension."
     )
 
 
 def _takes_no_parts(error: Exception) -> UnsupportedModelError:
     return UnsupportedModelError(
-        "A layer runs only with a number of samples that it knows, and would have fewer in "
-        f"micro-batches: {describe(error)}. Use num_micro_batches=1 and num_replicas=1, or let "
-        "the layer ask for keras.ops.shape(x)[0]."
+        "A layer does not run with fewer samples than a batch has, as in micro-batches: "
+        f"{describe(error)}. Use num_micro_batches=1 and num_replicas=1, or make inputs without "
+        "batch_shape and let layers ask for keras.ops.shape(x)[0]."
     )
 
 

@@ -78,6 +78,7 @@ class StagePlan(msgspec.Struct, frozen=True):
     # more than `activation_bytes_total`. On the last stage of a compiled model what loss and
     # metrics hold and make of its outputs, too
     working_bytes: Size = 0
+    waiting_bytes: Size = 0  # gradients of one micro-batch that B leaves to a W that waits
     # Seconds of the forward pass of one micro-batch, where measured
     forward_seconds: Amount | None = None
     # Seconds of its backward pass, without a repeated forward pass

@@ -69,14 +69,16 @@ def with_repeats(plan: AnyPlan) -> AnyPlan:
 
 def _holding(plan: PlanData, schedule: Schedule) -> tuple[StagePlan, ...]:
     """The stages of a plan with what they hold under a schedule."""
-    planned, now = plan.repeats, schedule.held_again()
+    planned, now = plan.held_again, schedule.held_again()
     return tuple(
         msgspec.structs.replace(
             stage,
             in_flight=schedule.held[i],
-            recomputed_bytes=_recomputed_bytes(stage, planned[i], now[i]) if i in planned else 0,
+            recomputed_bytes=_recomputed_bytes(stage, was, held) if i in plan.recompute else 0,
+            working_bytes=stage.working_bytes
+            + max(0, held.micro_batches - was.micro_batches) * stage.waiting_bytes,
         )
-        for i, stage in enumerate(plan.stages)
+        for i, (stage, was, held) in enumerate(zip(plan.stages, planned, now, strict=True))
     )
 
 
@@ -101,7 +103,7 @@ def _search_limits(plan: PlanData) -> tuple[int, ...]:
         bound = 2 * plan.num_stages - 1  # with which no bubble is left: Qi et al., ICLR 2024
         if plan.limits is not None:
             left = max(0, plan.limits[i] - stage.memory_bytes)
-            bound = stage.in_flight + left // max(1, stage.activation_bytes)
+            bound = stage.in_flight + left // max(1, stage.activation_bytes + stage.waiting_bytes)
         # A memory limit that was kept by recomputing leaves no room to hold more.
         if i in plan.recompute:
             bound = stage.in_flight  # what waits for its weight gradients is not planned for

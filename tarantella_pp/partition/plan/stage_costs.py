@@ -165,14 +165,17 @@ class StageCostModel:
         received, sent, returned = peak_memory.message_bytes(
             cuts, stage, in_flight, names, self.config.sent, window
         )
-        backward = self._backward.bytes(ids, rows) + self._waiting_for_w(ids, stage, cuts)
+        backward = self._backward.bytes(ids, rows)
         again, share = 0, 0.0
         repeated = max(0, whole - size)
         if repeats is not None:
             again, share = self._repeated(nodes, backward)
             # Until their W is done it is there of those whose B is, or whose R.
             again = repeats.micro_batches * repeated + (not repeats.whole) * (again - repeated)
-        backward += returned
+        waiting = self._waiting_for_w(ids, stage, cuts)
+        # While one runs backward, the others wait for their W.
+        others = self.held_again[stage].micro_batches - 1 if waiting else 0
+        backward += returned + others * waiting
         own = [weight for weight in weights if users[weight.id][0] == stage]
         shares = self._shares(own)
         gone = in_flight * size + again  # at the end of a step
@@ -202,6 +205,7 @@ class StageCostModel:
             working_bytes=max(
                 made.held + max(made.gradients + backward, made.loss), sent, update, made.end - gone
             ),
+            waiting_bytes=waiting,
             reduction_bytes=self._reduction_bytes(own, shares),
         )
 
@@ -236,12 +240,11 @@ class StageCostModel:
         return max(0, more - backward), share
 
     def _waiting_for_w(self, ids: Sequence[int], stage: int, cuts: Sequence[CutEdge]) -> int:
-        """Returns bytes of gradients of products that B leaves to the W that wait, but for one."""
+        """Returns bytes of gradients of products that a B leaves to its W."""
         has_b = any(cut.has_gradient and stage in cut.targets for cut in cuts)  # else W does it all
         if not self.held_again or not has_b:
             return 0
-        left = math.ceil(self.rows * sum(self._left_to_w[i] for i in ids))
-        return (self.held_again[stage].micro_batches - 1) * left
+        return math.ceil(self.rows * sum(self._left_to_w[i] for i in ids))
 
     @cached_property
     def _left_to_w(self) -> list[float]:
@@ -301,8 +304,8 @@ class StageCostModel:
 
 # What grows with batches and messages.
 _GROWING = (
-    *("activation_bytes", "recomputed_bytes", "repeated_bytes", "working_bytes", "buffer_bytes"),
-    "reduction_bytes",  # of the rows that are looked up in embeddings
+    *("activation_bytes", "recomputed_bytes", "repeated_bytes", "working_bytes", "waiting_bytes"),
+    *("buffer_bytes", "reduction_bytes"),  # the latter: of rows that are looked up in embeddings
 )
 
 

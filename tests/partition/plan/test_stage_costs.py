@@ -7,11 +7,13 @@ import tensorflow as tf
 from keras import layers, ops
 from keras import optimizers as opt
 
+import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.layer_graph import Weight
 from tarantella_pp.partition.graph.least_kept import FLOPS_PER_BYTE
 from tarantella_pp.partition.graph.optimizer_slots import optimizer_name, optimizer_state_bytes
+from tarantella_pp.partition.plan.plan_simulation import searched, with_findings
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries
 from tarantella_pp.schedule import HeldAgain
@@ -179,3 +181,14 @@ def test_gradients_of_products_wait_for_their_w():
     pairs = [one.stages([0, 0, 1, 1], [3, 3]) for one in (costs, waiting)]
     # The first stage has no B.
     assert [b.memory_bytes - a.memory_bytes for a, b in zip(*pairs, strict=True)] == [0, 1 << 19]
+
+
+def test_a_search_for_a_schedule_counts_what_waits():
+    options = {"num_stages": 4, "num_micro_batches": 16, "batch_size": 8192, "num_ranks": 4}
+    model = chain((64,), *(layers.Dense(64, "tanh") for _ in range(8)))
+    plan = tnt.make_plan(model, schedule="zb-auto", memory_limit=6_000_000, **options)
+    found = with_findings(plan, searched(plan, plan.schedule_spec(), 16), {})
+    for stage in found.stages[1:]:
+        waiting = 2 * 512 * 64 * 4  # two products
+        assert stage.in_flight * (stage.activation_bytes + waiting) < 6_000_000
+        assert stage.memory_bytes <= 6_000_000

@@ -102,7 +102,7 @@ class RankStages(dict[int, Stage]):
         index = boundary.index
         outputs: list[tf.Tensor] = []
 
-        def run() -> list[str]:
+        def run() -> list[tuple[str, Sequence[int]]]:
             inputs = [*step.data(index, 0), *self._arrived.pop(index, ())]
             outputs[:] = self.probes[index].examine(
                 step.sizes[0], len(step.batch.share.sizes), inputs,
@@ -111,14 +111,13 @@ class RankStages(dict[int, Stage]):
             )  # fmt: skip
             if self._measures:
                 self[index].run_once(inputs, step.share(0), step.training)
-            return [output.dtype.name for output in outputs]
+            return [(output.dtype.name, output.shape.as_list()) for output in outputs]
 
-        dtypes = on_one_rank(
-            self._groups.pipeline, self._placement[index], f"run stage {index}", run
-        )
+        made = on_one_rank(self._groups.pipeline, self._placement[index], f"run stage {index}", run)
         values = dict(zip(boundary.outputs, outputs, strict=False))
-        # Layers may make another dtype than they say, as Keras' IntegerLookup does.
-        self._messages.learn(dict(zip(boundary.outputs, dtypes, strict=False)))
+        # Layers may make others than they say: dtypes, as Keras' IntegerLookup, or shapes where
+        # they do not train, as RandomCrop.
+        self._messages.learn(dict(zip(boundary.outputs, made, strict=False)), step.sizes[0])
         # Messages go only after all ranks know that the stage can run: none is left under way.
         for edge in boundary.sends:
             self._pass_on(edge, [values[tensor] for tensor in edge.tensors if values], step)
@@ -130,6 +129,7 @@ class RankStages(dict[int, Stage]):
         source, target = self._placement[edge.source], self._placement[edge.target]
         rank = self._groups.pipeline.rank
         if rank == source != target:
+            self._messages.begin([], step.sizes)
             self._messages.send(Transfer(edge.source, edge.target, "S", "F", 0), values)
         elif rank == target != source:
             receive = Transfer(edge.source, edge.target, "R", "F", 0)

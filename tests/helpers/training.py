@@ -150,6 +150,7 @@ CASES = {
     "tied_head": Case(models.tied_head, IDS, integers(6, 5, seed=8), logits),
     "looked_up_again": Case(models.looked_up_again, IDS, LABELS, classification(adamw), WEIGHTED),
     "counted": Case(models.counted, IDS, Y, regression(), WEIGHTED),
+    "half_in_training": Case(models.half_in_training, floats(4, 6), Y, regression(), WEIGHTED),
     "tied_blocks": Case(models.tied_blocks, X, Y, regression(), WEIGHTED),
     "adapted": Case(models.adapted, X, Y, regression(), WEIGHTED),
     "unreached": Case(

@@ -162,6 +162,19 @@ def counted():
     return keras.Model(inputs, layers.Dense(3)(layers.Dense(5, activation="tanh")(x)))
 
 
+class Half(layers.Layer):
+    def call(self, x, training=False):
+        return x[:, :2] if training else x
+
+
+def half_in_training():
+    """The cut is behind a layer whose output has another shape where the model does not train."""
+    x = inputs = keras.Input((4, 6))
+    for layer in (layers.Dense(8, "tanh"), Half(), layers.Dense(7, "tanh"), layers.Dense(3)):
+        x = layer(x)
+    return keras.Model(inputs, layers.GlobalAveragePooling1D()(x))
+
+
 def looked_up_again():
     """The second look into the embedding depends on the first, and both gradients are sparse."""
     ids = keras.Input((5,), dtype="int32")

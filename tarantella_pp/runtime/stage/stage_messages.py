@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tarantella_pp.errors import CommunicationError
+from tarantella_pp.errors import CommunicationError, UnsupportedModelError
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.runtime.comm.buffers import numpy_dtype
 from tarantella_pp.runtime.comm.collectives import dtype_on_wire
@@ -44,7 +44,8 @@ class StageMessages:
     Receives are posted ahead of the computation that needs them; sends are waited
     for where a stage is ahead of another by more than `begin` allows.
     Where a shape does not follow from the number of samples - another dimension is not known from
-    the model, or the first one does not count samples - a message with the shapes goes first.
+    the model, or the first one does not count samples, or a run gave another one - a message with
+    the shapes goes first.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class StageMessages:
         self._placement = placement
         self._sent_as = sent_as
         self._made: dict[BoundaryTensor, str] = {}  # dtypes, where it is known what runs give
+        self._unlike: set[BoundaryTensor] = set()  # tensors that had another shape than the model's
         self._formats: dict[tuple[Direction, Message], _MessageFormat] = {}
         self._specs: dict[tuple[int, int], list[TensorSpec]] = {}
         self._sizes: Sequence[int] = ()
@@ -76,9 +78,12 @@ class StageMessages:
         self._window: int | None = None
         self._sent: dict[Link, deque[SendRequest]] = {}
 
-    def learn(self, dtypes: Mapping[BoundaryTensor, str]) -> None:
-        """Takes note of the dtypes that stages give; sender and receiver must do so alike."""
-        self._made |= dtypes
+    def learn(self, made: Mapping[BoundaryTensor, tuple[str, Sequence[int]]], rows: int) -> None:
+        """Takes note of what stages give of samples; sender and receiver must do so alike."""
+        for tensor, (dtype, shape) in made.items():
+            self._made[tensor] = dtype
+            if tuple(shape) != (rows, *self._shape(tensor)[1:]):
+                self._unlike.add(tensor)
         self._formats.clear()
         self._specs.clear()
 
@@ -102,6 +107,8 @@ class StageMessages:
         if form.is_dynamic:
             shapes, label = [list(array.shape) for array in arrays], f"shapes of {form.label}"
             self.communicator.send_json(shapes, [target], form.tag, label=label)
+        else:
+            self._refuse_other(action, arrays)
         sending = self.communicator.send(arrays, target, form.tag, label=form.label)
         self._post_ahead()
         # Messages with shapes are not waited for: the receiver posts the second one late.
@@ -132,14 +139,26 @@ class StageMessages:
 
     def _post_next(self) -> None:
         action = self._expected.pop()
+        is_dynamic = self._format(action).is_dynamic
+        self._posted[action] = None if is_dynamic else self._post(action, self._specs_of(action))
+
+    def _specs_of(self, action: Transfer) -> list[TensorSpec]:
+        """What a message holds whose shapes are known before."""
         rows, form = self._sizes[action.micro_batch], self._format(action)
-        if form.is_dynamic:
-            self._posted[action] = None
-            return
         if (form.tag, rows) not in self._specs:
             shapes = [(rows, *self._shape(tensor)[1:]) for tensor in form.tensors]
             self._specs[form.tag, rows] = list(map(TensorSpec, shapes, form.on_wire))
-        self._posted[action] = self._post(action, self._specs[form.tag, rows])
+        return self._specs[form.tag, rows]
+
+    def _refuse_other(self, action: Transfer, arrays: Sequence[Any]) -> None:
+        """Refuses shapes that the receiver does not expect: it would read the bytes as its own."""
+        for array, spec in zip(arrays, self._specs_of(action), strict=True):
+            if array.shape != spec.shape:
+                raise UnsupportedModelError(
+                    f"Stage {action.source} gave a tensor of shape {array.shape} where it gave "
+                    f"{spec.shape} when it was tried out. Declare dimensions that change from step "
+                    "to step as None, in compute_output_shape()."
+                )
 
     def _post_dynamic(self, action: Transfer) -> RecvRequest:
         source, form = self._placement[action.source], self._format(action)
@@ -183,7 +202,7 @@ class StageMessages:
     def _is_dynamic(self, tensor: BoundaryTensor) -> bool:
         described, shape = self._graph.tensors[tensor.tensor], self._shape(tensor)
         by_samples = described.rows_per_sample == 1 and shape[:1] == described.shape[:1]
-        return not by_samples or None in shape[1:]
+        return not by_samples or None in shape[1:] or tensor in self._unlike
 
     def _shape(self, tensor: BoundaryTensor) -> tuple[Any, ...]:
         return shape_and_dtype(self._graph, tensor)[0]

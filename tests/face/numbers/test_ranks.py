@@ -36,6 +36,7 @@ class Run(NamedTuple):
 
 TWO = [
     Run("counted, evenly", 2, 4),
+    Run("half_in_training", 2, 3),
     Run("adapted, evenly", 4, 1, "gpipe"),
     Run("two_in_two_out", 4, 3, "zb-v"),
     Run("unreached, evenly", 4, 8, "v-half"),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.runtime.stubs import PLAIN, Seconds, StubPipeline, chain
-from tarantella_pp.errors import CommunicationError
+from tarantella_pp.errors import CommunicationError, UnsupportedModelError
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.executor import Recorder
 from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries, stage_edges
@@ -86,10 +86,18 @@ def test_stages_may_run_micro_batches_in_different_orders(sent, received, direct
     receives = [Transfer(*pair, "R", direction, i) for i in received]
     messages.begin(receives, [4] * len(received))
     for i in sent:
-        messages.send(Transfer(*pair, "S", direction, i), [np.array(i)])
+        messages.send(Transfer(*pair, "S", direction, i), [np.full((4, 1), i)])
     for action in receives:
         messages.expect(action)
-        assert messages.receive(action) == [action.micro_batch]
+        assert np.all(messages.receive(action)[0] == action.micro_batch)
+
+
+def test_another_shape_than_the_receiver_expects_is_refused():
+    edges = stage_edges(stage_boundaries(graph := chain(2, 1), [0, 1], 2))
+    messages = StageMessages(MemoryRank(), graph, edges, [0, 1], conversion=PLAIN)
+    messages.begin([], [4])
+    with pytest.raises(UnsupportedModelError, match=r"Stage 0 gave .* as None"):
+        messages.send(Transfer(0, 1, "S", "F", 0), [np.zeros((2, 2))])
 
 
 def test_more_messages_than_mpi_has_tags_are_refused():
@@ -97,6 +105,7 @@ def test_more_messages_than_mpi_has_tags_are_refused():
     rank = MemoryRank()
     rank.largest_tag = 1100
     messages = StageMessages(rank, graph, edges, [0, 1], conversion=PLAIN)
-    messages.send(Transfer(0, 1, "S", "F", 30), [np.array(0)])
+    messages.begin([], [4] * 41)
+    messages.send(Transfer(0, 1, "S", "F", 30), [np.zeros((4, 1))])
     with pytest.raises(CommunicationError, match="smaller num_micro_batches"):
-        messages.send(Transfer(0, 1, "S", "F", 40), [np.array(0)])
+        messages.send(Transfer(0, 1, "S", "F", 40), [np.zeros((4, 1))])

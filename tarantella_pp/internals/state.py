@@ -128,6 +128,13 @@ def finalize_only(optimizer: Any, weights: Sequence[Any], then: Callable[[], Non
     optimizer.finalize_variable_values = finalized
 
 
+def refuse_as_whole(optimizer: Any, refuse: Callable[..., Any]) -> None:
+    """Has an optimizer refuse to be written and read alone, as Keras and TensorFlow would."""
+    for part in parts_of(optimizer):
+        part.save_own_variables = part.load_own_variables = refuse
+        part._trackable_children = refuse  # what `tf.train.Checkpoint` asks for
+
+
 def compiled_with(model: Any) -> dict[str, Any]:
     """What a model was compiled with, to compile another one alike."""
     arguments = dict(model._compile_config.config)

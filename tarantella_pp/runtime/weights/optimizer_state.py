@@ -58,6 +58,7 @@ class OptimizerState:
         self._is_plain = communicator.size == 1 and not any(map(columns_of, weights))
         if not self._is_plain:
             self._slots = self._agreed(weights)
+            state.refuse_as_whole(optimizer, self._refuse)
         # The slots that files have, each one or the parts of one, in turn; and what these call ours
         self._saved = _of_wholes(self._slots, [id(whole_of(weight)) for weight in weights])
         self._keys: dict[int, str] = {}
@@ -141,6 +142,13 @@ class OptimizerState:
             variables = {str(i): slot for i, slot in enumerate(self._optimizer.variables)}
             return _StandIn(name, range(len(variables)), variables)
         return _StandIn(name, range(len(self._saved)), self.needed())
+
+    def _refuse(self, *_: Any, **__: Any) -> None:
+        raise ConfigurationError(
+            f"The slots of optimizer {self._optimizer.name} are shared out, so it cannot be "
+            "written or read by itself. Use `save` and `load_weights` of the model, or "
+            "`tnt.callbacks.Checkpoint`."
+        )
 
     def _agreed(self, weights: Sequence[Any]) -> list[state.Place]:
         """Divides the optimizer, in the same way on all ranks."""

@@ -5,6 +5,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
@@ -71,6 +72,8 @@ def read_everything(folder):
         "predict": lambda: plain.predict(X, verbose=0),
         "file": lambda: keras.saving.save_weights(plain, f"{folder}/{world().rank}.weights.h5"),
         "tree": lambda: model.get_state_tree(),
+        "slots": lambda: model.optimizer.save_own_variables({}),
+        "checkpoint": lambda: tf.train.Checkpoint(model=model).save(f"{folder}/{world().rank}"),
     }
     found = {"start": [told(read) for read in reads.values()]}
     first, then, always = found["readers"] = {}, {}, {}
@@ -108,16 +111,16 @@ def read_everything(folder):
 @pytest.mark.slow
 def test_reads_on_the_wrong_rank(tmp_path):
     run = mpi_run(2, read_everything, str(tmp_path), timeout=250).check()
-    reads, turns = 8, take_turns(lambda model: model)
+    refused, turns = ["ConfigurationError"] * 3, take_turns(lambda model: model)
     for found in run.results:
         assert distance(turns, found["turns"]) < ROUNDING
-        assert found["start"] == ["", *[""] * (reads - 2), "ConfigurationError"]
+        assert found["start"] == [*[""] * 7, *refused]
         first, then, always = found["readers"]
         assert all("Before a callback that reads it put" in first[when] for when in first)
         assert then == {"batch": first["batch"], "epoch": ""}
         assert always == {"batch": "", "epoch": ""}
         kinds = found["trained"]
-        assert kinds.pop("tree") == "ConfigurationError"
+        assert [kinds.pop(name) for name in ("tree", "slots", "checkpoint")] == refused
         assert set(kinds.values()) == {"StaleWeightError"}, kinds
         assert found["kept"] == ["StaleWeightError", True] * 2
         assert found["own"] == ""

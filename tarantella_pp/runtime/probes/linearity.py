@@ -89,9 +89,23 @@ def _is_sized(op: tf.Operation, follows: set[Any]) -> bool:
         return False
     if op.type in _LIKE_ONE:
         return Sized(op.inputs[_LIKE_ONE[op.type]].op) in follows
+    if _puts_back(op, follows):
+        return False
     numbers = (t for t in op.inputs if t.dtype.is_integer and t.shape.is_fully_defined())
     bounded = op.type in _BOUNDED and any(_follows(tensor, follows) for tensor in numbers)
     return op.type in _CHOOSING or bounded or _given_sized(op, follows)
+
+
+def _puts_back(op: tf.Operation, follows: set[Any]) -> bool:
+    """Whether it stitches all the parts together that rows have been divided into by their place.
+
+    So there are as many rows again, whatever samples contain.
+    """
+    if not op.type.endswith("DynamicStitch"):
+        return False
+    places, divided = op.inputs[: len(op.inputs) // 2], op.inputs[0].op
+    whole = {part.ref() for part in divided.outputs} == {part.ref() for part in places}
+    return divided.type == "DynamicPartition" and whole and divided.inputs[0].op not in follows
 
 
 def _averages_some(op: tf.Operation, follows: set[Any]) -> bool:

@@ -200,6 +200,8 @@ class ProbeTrace:
         """Whether samples see sums over all of them that change something if these are others."""
         outputs, _, given, raw, places = self._parts
         users = list(uses_of_sums(outputs, self._follows))
+        if any(Sized(op) in self._follows for op in users):
+            return True  # of rows that the samples that are tried need not have
         users += nonlinear_uses([*given, *raw], self._follows)
         sums = sums_of(users, self._follows)
         if not sums:

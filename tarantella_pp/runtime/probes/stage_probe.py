@@ -297,10 +297,11 @@ def _mixed(trace: ProbeTrace, call: Call | None, strange: Sequence[str]) -> Unsu
     if call is not None or (chosen := trace.first_to_choose_rows()) is None:
         return _mixes(call, strange)
     return UnsupportedModelError(
-        f"'{chosen.name}' ({chosen.kind}) gives a number of rows that depends on what samples "
-        "contain, and the next stage, which needs them, cannot know whose they are. Make one layer "
-        "of what picks rows and what puts them back, or use num_stages=1, or num_micro_batches=1 "
-        "and num_replicas=1."
+        f"'{chosen.name}' ({chosen.kind}) gives a shape that depends on what samples contain: it "
+        "may be another one for some samples of a batch than for all, and whose rows these are "
+        "cannot be known. Keep padding, and have rows that are picked put back in the same layer "
+        "or stage, as tf.tensor_scatter_nd_update and tf.dynamic_stitch do; or use "
+        "num_micro_batches=1 and num_replicas=1."
     )
 
 

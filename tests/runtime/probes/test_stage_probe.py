@@ -210,6 +210,21 @@ def trimmed(layer, x, _):
     return layer.gain * tf.nn.relu(tf.ensure_shape(padded, (None, 5)))
 
 
+def routed(layer, x, _):
+    """Scales two kinds of samples, each kind by itself."""
+    kind = tf.cast(x[:, 0] > 0, tf.int32)
+    places = tf.dynamic_partition(tf.range(tf.shape(x)[0]), kind, 2)
+    first, second = tf.dynamic_partition(x, kind, 2)
+    return tf.dynamic_stitch(places, [layer.gain * first, 2.0 * second])
+
+
+def few_centred(layer, x, _):
+    """Takes the mean of samples of which there are none in a trial."""
+    few = tf.where(x[:, 0] > 50)
+    found = tf.gather_nd(x, few)
+    return layer.gain * tf.tensor_scatter_nd_update(x, few, found - tf.reduce_mean(found, 0))
+
+
 def by_the_largest(layer, x, _):
     """Softmax as one may write it: what all of its numbers are less does not count."""
     powers = ops.exp(layer.gain * x - ops.max(layer.gain * x))
@@ -359,10 +374,12 @@ COUNTS = r"number of samples.*num_micro_batches=1"
 FEWER = r"does not run with fewer samples.*num_micro_batches=1.*without batch_shape"
 WRITES = r"odd.* writes its variable .*batches=3"
 DRAWS = "'odd'.*draws random numbers"
+SHAPE = "gives a shape .* Keep padding"
 JUST = r"norm/moving_mean' is read .* just"
 DROP = functools.partial(layers.Dropout, 0.5, seed=1)
 MIXING = {
     "crowded": crowded,
+    "few centred": few_centred,
     "in training": only_in_training,
     "reversed": lambda layer, x, _: layer.gain * x + ops.flip(x, axis=0),
     "rarely halved": lambda layer, x, _: (
@@ -442,9 +459,10 @@ REFUSED = [
     ),
     (
         own(lambda layer, x, _: layer.gain * tf.boolean_mask(x, x[:, 0] > 0)),
-        r"'odd' \(Own\) gives a number of rows .*num_stages=1",
+        rf"'odd' \(Own\) {SHAPE}",
         {"stages": 2, "balance": [2, 1]},
     ),
+    (own(lambda o, x, _: o.gain * x[:, : tf.reduce_max(tf.where(x < 9)) + 1]), SHAPE, {}),
     (table_of_samples, "'odd'.*mixes samples", {"stages": 2, "balance": [3, 2]}),
     # Gradients that plans do not expect.
     (said, r"gradient of 'lie' .* have integers", {"stages": 2, "balance": [1, 1]}),
@@ -481,6 +499,7 @@ EXACT = [
     (lambda: between(*map(Own, (MIXING["reversed"], *COUNTING), ["ones"] * 3, "abc")), X, TWO),
     (own(DRAWING["no generator"]), X, ONE),
     (own(one_by_one), X, TWO),
+    *((own(routed), X, {"stages": stages}) for stages in (1, 2)),
     (own(lambda layer, x, _: layer.gain * until_small(x)), X, {"stages": 2}),
     # What treats samples apart, where they are along another dimension.
     (lambda: turned(layers.Dense(5, activation="tanh"), Watched()), TURNED, LAYERS),

@@ -99,6 +99,7 @@ def keras_model(name: str, depth: int) -> Any:
 
     from benchmarks.sized_models import gpt
 
+    sys.setrecursionlimit(10_000)  # for Keras, which follows a model's layers by recursion
     subject = SUBJECTS[name]
     width = subject.width
     if name.startswith("gpt"):

@@ -32,6 +32,7 @@ from tarantella_pp.callbacks.checkpoint_reader import (
 from tarantella_pp.callbacks.checkpoint_writer import CheckpointWriter
 from tarantella_pp.errors import ConfigurationError, checked_count
 from tarantella_pp.internals import data
+from tarantella_pp.internals.functional import stateful_layers
 from tarantella_pp.internals.optimizers import settable_learning_rate, wrapped_in
 
 logger = logging.getLogger(__name__)
@@ -281,6 +282,8 @@ class Checkpoint(keras.callbacks.Callback):
             data.start_epoch(self._model, max(saved.epoch, self._epochs, 1))
             return False
         self._tell(f"goes on from checkpoint '{folder}', which {state}")
+        if names := stateful_layers(self._model):
+            self._tell(f"states of {', '.join(names)} are not in it, as in files of Keras")
         data.start_epoch(self._model, saved.epoch)
         position = saved.position
         if self._epoch_step or position.in_pass:

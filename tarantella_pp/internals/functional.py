@@ -171,6 +171,12 @@ def sublayers(operation: Any) -> list[Any]:
     return []
 
 
+def stateful_layers(model: Any) -> list[str]:
+    """Names recurrent layers that go on in a batch where the one before has ended."""
+    layers = (part for part in sublayers(model) if isinstance(part, keras.layers.RNN))
+    return [layer.name for layer in layers if layer.stateful]
+
+
 def layer_metrics(operation: Any) -> list[Any]:
     """Returns the metrics that a call may update: of a layer and all layers in it."""
     layers = sublayers(operation)

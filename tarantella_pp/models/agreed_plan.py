@@ -113,6 +113,8 @@ def _on_ranks(options: PlanOptions, num_ranks: int, extracted: ExtractedModel) -
     custom = None if options.schedule is None else read_schedule(options.schedule)
     if custom is None:
         options = _on_fewer(options, num_ranks)
+        if options.num_micro_batches is None and needs_whole_batch(extracted):
+            options = replace(options, num_micro_batches=1)
     stages, replicas = options.implied_stages(custom), options.num_replicas
     options = replace(options, schedule=custom or options.schedule)
     if stages is None and num_ranks == 1:

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError, checked_count
+from tarantella_pp.internals.functional import stateful_layers
 from tarantella_pp.internals.training import batch_norms, strategy_of
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
@@ -113,6 +114,11 @@ def needs_whole_batch(extracted: ExtractedModel) -> str:
             f"BatchNormalization layers {', '.join(names)} have synchronized=True, but each "
             "micro-batch would get its own statistics"
         )
+    if names := stateful_layers(extracted.model):
+        return (
+            f"Layers {', '.join(names)} are stateful: a state has one row for each sample of the "
+            "batch, and a micro-batch has fewer"
+        )
     return ""
 
 
@@ -121,8 +127,8 @@ def check_micro_batches(extracted: ExtractedModel, num_micro_batches: int) -> No
     reason = needs_whole_batch(extracted) if num_micro_batches > 1 else ""
     if reason:
         raise UnsupportedModelError(
-            f"{reason}. Use num_micro_batches=1 and num_replicas=1, or leave that out. Received: "
-            f"{num_micro_batches} micro-batches, of all replicas"
+            f"{reason}. Use num_micro_batches=1 and num_replicas=1. Received: {num_micro_batches} "
+            "micro-batches, of all replicas"
         )
 
 
@@ -134,7 +140,7 @@ def warn_of_batch_statistics(extracted: ExtractedModel, num_micro_batches: int) 
     if names and num_micro_batches > 1:
         warnings.warn(
             f"BatchNormalization layers {', '.join(names)} take their statistics of each of the "
-            f"num_micro_batches={num_micro_batches} micro-batches instead of the batch, so the "
+            f"{num_micro_batches} micro-batches, of all replicas, instead of the batch, so the "
             "numbers differ from those of one process; only their moving averages see the batch. "
             "LayerNormalization and GroupNormalization do not depend on the batch.",
             UserWarning,

@@ -25,7 +25,6 @@ from tarantella_pp.internals.functional import (
     outputs_struct,
     runs_its_graph,
     states_of,
-    sublayers,
     takes_training,
     trained_variables,
 )
@@ -287,7 +286,6 @@ class _Reader:
 
     def _add_call(self, node: Any, bindings: dict[int, int], path: str) -> tuple[int, ...]:
         """Adds a call as one node, or as several if it is opened; returns what it makes."""
-        _check_operation(node.operation)
         given = {key: self._seen[t] for key, t in bindings.items()}
         call = Call(
             name="",
@@ -534,13 +532,3 @@ def _check_dense(tensor: Any, what: str) -> None:
             f"{what} is a string tensor; strings cannot be sent between ranks. "
             "Turn them into numbers in the data pipeline, e.g. dataset.map(lookup_layer)."
         )
-
-
-def _check_operation(operation: Any) -> None:
-    """Refuses an operation that micro-batches would break."""
-    for layer in sublayers(operation):
-        if isinstance(layer, keras.layers.RNN) and layer.stateful:
-            raise UnsupportedModelError(
-                f"Layer '{layer.name}' is stateful: its state has one row per sample of a whole "
-                "batch, so a batch cannot be cut into micro-batches. Build it with stateful=False."
-            )

@@ -146,9 +146,9 @@ class StageProbe:
         if num_micro_batches > 1:
             raise UnsupportedModelError(
                 f"'{found.path}' is read in the forward pass that has just changed it, but takes "
-                f"in the whole batch, after all num_micro_batches={num_micro_batches} "
-                "micro-batches. Read it before its layer is called, or use num_micro_batches=1 "
-                "and num_replicas=1."
+                f"in the whole batch, after all {num_micro_batches} micro-batches (of all "
+                "replicas). Read it before its layer is called, or use num_micro_batches=1 and "
+                "num_replicas=1."
             )
         self.module.statistics.waits = False
 

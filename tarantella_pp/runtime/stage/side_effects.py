@@ -54,9 +54,9 @@ def refuse_effects(function: Any, layer: Any, num_micro_batches: int, plain: boo
             names = [v.name for v in graph.variables if id(v.handle) == handle]
             raise UnsupportedModelError(
                 f"{place} writes {f'its variable {names[0]!r}' if names else 'a variable'} each "
-                f"time it runs, which is num_micro_batches={num_micro_batches} times for each "
-                "batch instead of once, so it would train something else. Use "
-                "num_micro_batches=1 and num_replicas=1."
+                f"time it runs, which is {num_micro_batches} times for each batch (once for each "
+                "micro-batch of all replicas) instead of once, so it would train something else. "
+                "Use num_micro_batches=1 and num_replicas=1."
             )
 
 

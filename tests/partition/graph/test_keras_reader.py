@@ -155,11 +155,6 @@ def passes_an_input_on():
     return keras.Model(inputs, [inputs, layers.Dense(2)(inputs)])
 
 
-def stateful():
-    inputs = keras.Input((4, 3), batch_size=2)
-    return keras.Model(inputs, layers.Bidirectional(layers.LSTM(2, stateful=True))(inputs))
-
-
 def sparse():
     inputs = keras.Input((4,), sparse=True)
     return keras.Model(inputs, layers.Dense(2)(inputs))
@@ -198,7 +193,6 @@ def optional():
         (lambda: layers.Dense(2), "Expected a Keras model"),
         (lambda: None, "Expected a Keras model.*NoneType"),
         (passes_an_input_on, "its inputs as they are"),
-        (stateful, "stateful"),
         (sparse, "sparse.*Make it dense"),
         (string, "string.*data pipeline"),
         (optional, "'b' is optional"),

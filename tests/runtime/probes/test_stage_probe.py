@@ -318,6 +318,12 @@ def reads_frozen():
     return reads_past(first, "kernel")
 
 
+def stateful():
+    inputs = keras.Input(batch_shape=(6, 4, 5))
+    x = layers.Bidirectional(layers.LSTM(3, stateful=True))(inputs)
+    return keras.Model(inputs, layers.Dense(5)(x))
+
+
 class Centred(layers.Layer):
     """Reads the moving averages that its batch normalization has just changed."""
 
@@ -372,7 +378,7 @@ def slowly(rows, told):
 MIXES = "odd.* mixes samples.*num_micro_batches=1"
 COUNTS = r"number of samples.*num_micro_batches=1"
 FEWER = r"does not run with fewer samples.*num_micro_batches=1.*without batch_shape"
-WRITES = r"odd.* writes its variable .*batches=3"
+WRITES = "odd.* writes its variable .* 3 times .* of all replicas"
 DRAWS = "'odd'.*draws random numbers"
 SHAPE = "gives a shape .* Keep padding"
 JUST = r"norm/moving_mean' is read .* just"
@@ -413,6 +419,7 @@ ALONG_TIME = {
     "odd.*number": lambda layer, x, _: layer.gain * x / ops.cast(ops.shape(x)[1], x.dtype),
 }
 COUNTING = counting, counting_in_a_branch
+ONE, TWO = {"micro_batches": 1}, {"micro_batches": 1, "stages": 2}
 ALONG, LAYERS = {"stages": 2, "balance": [2, 4]}, {"stages": 2, "balance": [3, 4]}
 REFUSED = [
     *((own(function), MIXES, {}) for function in MIXING.values()),
@@ -442,8 +449,8 @@ REFUSED = [
     ),
     (shifted_by_operations, r"'mean(_\d+)?' \(Mean\) mixes samples", {}),
     *(
-        (lambda function=function: between(DROP(), Own(function)), WRITES, {})
-        for function in COUNTING
+        (lambda function=function: between(DROP(), Own(function)), WRITES, options)
+        for function, options in zip(COUNTING, ({}, ONE | {"num_replicas": 3}), strict=True)
     ),
     (
         own(lambda layer, x, _: x + layer.gain * GENERATOR.normal(tf.shape(x), dtype=x.dtype)),
@@ -493,12 +500,12 @@ def test_what_is_no_sum_over_samples_is_refused_by_name(build, message, options)
     assert int(model.optimizer.iterations) == 0
 
 
-ONE, TWO = {"micro_batches": 1}, {"micro_batches": 1, "stages": 2}
 LIES = {"stages": 2, "balance": [2, 2]}
 EXACT = [
     (lambda: between(*map(Own, (MIXING["reversed"], *COUNTING), ["ones"] * 3, "abc")), X, TWO),
     (own(DRAWING["no generator"]), X, ONE),
     (own(one_by_one), X, TWO),
+    (stateful, TURNED, {**TWO, "recompute": "all"}),
     *((own(routed), X, {"stages": stages}) for stages in (1, 2)),
     (own(lambda layer, x, _: layer.gain * until_small(x)), X, {"stages": 2}),
     # What treats samples apart, where they are along another dimension.
@@ -523,6 +530,11 @@ def test_what_is_none_or_is_not_cut_is_exact(build, x, options):
         keras.utils.set_random_seed(1)
         found.append(trained(wrap(build()), x))
     assert distance(*found) < (1e-13 if options.get("micro_batches") == 1 else 1e-10)
+
+
+def test_a_batch_that_states_have_rows_for_is_not_cut():
+    with pytest.raises(UnsupportedModelError, match=r"_lstm are stateful.*Received: 3"):
+        piped(stateful())
 
 
 def test_layers_are_refused_in_evaluation_and_prediction_too():

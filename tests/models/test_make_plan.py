@@ -351,8 +351,7 @@ def test_options_that_do_not_fit_the_ranks_that_are_left_are_open(monkeypatch):
     norm = layers.BatchNormalization(synchronized=True)  # refused where replicas share a batch
     one = extract(keras.Sequential([keras.Input((4,)), norm, layers.Dense(1)]))
     asked = [agreed_plan._on_ranks(PlanOptions(), 2, each) for each in (extracted, one)]
-    chosen = [(options.num_replicas, options.num_micro_batches) for options in asked]
-    assert chosen == [(None, None), (1, 1)]
+    assert [(o.num_replicas, o.num_micro_batches) for o in asked] == [(None, None), (1, 1)]
     for stages, hint in ((4, "Start 4 ranks"), (2, "num_stages=2 on 3"), (5, "num_stages=5 on 3")):
         with pytest.raises(ConfigurationError, match=hint):
             agreed_plan._on_ranks(PlanOptions(num_stages=stages), 3, extracted)

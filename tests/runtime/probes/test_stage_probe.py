@@ -313,9 +313,7 @@ def reads_past(first, name, around=lambda function: function):
 
 
 def reads_frozen():
-    first = layers.Dense(5)
-    first.trainable = False
-    return reads_past(first, "kernel")
+    return reads_past(layers.Dense(5, trainable=False), "kernel")
 
 
 def stateful():
@@ -388,20 +386,14 @@ MIXING = {
     "few centred": few_centred,
     "in training": only_in_training,
     "reversed": lambda layer, x, _: layer.gain * x + ops.flip(x, axis=0),
-    "rarely halved": lambda layer, x, _: (
-        layer.gain * ops.where(ops.any(ops.abs(x) > 50), 0.5 * x, x)
-    ),
-    "rarely scaled": lambda layer, x, _: (
-        layer.gain * x / ops.maximum(ops.max(ops.abs(x), axis=0), 100.0)
-    ),
+    "rarely halved": lambda o, x, _: o.gain * ops.where(ops.any(ops.abs(x) > 50), 0.5 * x, x),
+    "rarely scaled": lambda o, x, _: o.gain * x / ops.maximum(ops.max(ops.abs(x), axis=0), 100.0),
     "until all are small": lambda layer, x, _: layer.gain * until_small(x, ops.ones_like(x) > 0),
     "rarely shifted": lambda layer, x, _: layer.gain * x + ops.sum(ops.relu(x - 50.0)),
 }
 COUNTED = (
     counted,
-    lambda layer, x, _: (
-        layer.gain * x * ops.cast(1 + ops.arange(ops.shape(x)[0])[:, None], x.dtype)
-    ),
+    lambda o, x, _: o.gain * x * ops.cast(1 + ops.arange(ops.shape(x)[0])[:, None], x.dtype),
 )
 IN_FOURS = (  # as many samples as a micro-batch has
     lambda layer, x, _: layer.gain * ops.where(ops.equal(ops.shape(x)[0], 4), 3 * x, x),
@@ -452,11 +444,7 @@ REFUSED = [
         (lambda function=function: between(DROP(), Own(function)), WRITES, options)
         for function, options in zip(COUNTING, ({}, ONE | {"num_replicas": 3}), strict=True)
     ),
-    (
-        own(lambda layer, x, _: x + layer.gain * GENERATOR.normal(tf.shape(x), dtype=x.dtype)),
-        "'odd'",
-        {},
-    ),
+    (own(lambda o, x, _: x + o.gain * GENERATOR.normal(tf.shape(x), dtype=x.dtype)), "'odd'", {}),
     *((own(function), DRAWS, {}) for function in DRAWING.values()),
     (own(DRAWING["Python"]), DRAWS, {"micro_batches": 1, "stages": 2}),
     (own(counting_in_python), "'odd'.*counts in Python", {"micro_batches": 1, "stages": 2}),

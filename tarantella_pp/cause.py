@@ -46,6 +46,7 @@ def calling_line() -> str:
 
 def _first_line(message: str) -> str:
     """Returns the first line that says something; one that ends with a colon takes the next."""
+    message = message.rpartition("Exception encountered: ")[2]  # within a long one of Keras
     text = _APPENDED.split(_ESCAPES.sub("", message).strip(), maxsplit=1)[0]
     lines = [line.strip() for line in text.splitlines()]
     said = [line for line in lines if line and not _NOISE.match(line)]

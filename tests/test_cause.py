@@ -23,7 +23,7 @@ SHAPE = (
     [
         ("", "ValueError"),
         ("one line", "ValueError: one line"),
-        ("two\nlines", "ValueError: two"),
+        ("A class.\n\nException encountered: two\nlines", "ValueError: two"),
         (GRAPH, "ValueError: indices[0,0] = 99 is not in [0, 4) (node embedding/GatherV2)"),
         (SHAPE, "ValueError: Could not infer it. Error encountered: Dimension size is no good"),
     ],

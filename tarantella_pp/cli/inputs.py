@@ -132,9 +132,14 @@ def optimizer_of(source: str, model: Any) -> Any:
 
 
 def _saved(file: str) -> Path:
-    if not zipfile.is_zipfile(existing_file(file)):  # Keras would say that it is not there
-        raise ConfigurationError(f"{file!r} is damaged, or no .keras file: save it again.")
-    return Path(file)
+    path = existing_file(file)
+    try:
+        _config(file)
+    except (zipfile.BadZipFile, KeyError, ValueError):  # Keras would say that it is not there
+        raise ConfigurationError(
+            f"{file!r} is damaged, or no .keras file: save it again."
+        ) from None
+    return path
 
 
 def _config(file: str) -> dict[str, Any]:
@@ -211,6 +216,8 @@ def quiet_keras(what: str) -> Iterator[Any]:
         except (ConfigurationError, MissingDependencyError, KeyboardInterrupt):
             raise
         except (Exception, SystemExit) as error:
-            raise UnsupportedModelError(f"{what} raised {describe(error)}") from error
+            own = " Layers of your own: name a function that makes the model, script.py:function."
+            advice = own if what.endswith(".keras") else ""
+            raise UnsupportedModelError(f"{what} raised {describe(error)}.{advice}") from error
         finally:
             sys.argv = arguments

@@ -140,7 +140,7 @@ def test_a_keras_file(command, script, tmp_path) -> None:
     made = make(command, "saved.keras")
     assert made["optimizer"] == "SGD"
     assert all(stage["optimizer_bytes"] <= 16 for stage in made["stages"])
-    (tmp_path / "broken.keras").write_bytes(b"not a zip file")
+    (tmp_path / "broken.keras").write_bytes(b"PK\5\6" + bytes(18))  # a zip file of nothing
     assert "is damaged" in command.fails(2, "plan", "make", "broken.keras", "--stages", 2)
 
 

@@ -155,18 +155,19 @@ def _replicas(plan: PlanData) -> list[str]:
     if plan.num_replicas == 1:
         return []
     shown = [
-        f"replica {replica} is ranks "
+        f"replica {replica} has "
+        + ("ranks " if plan.num_ranks > 1 else "rank ")
         + ", ".join(str(plan.world_rank(replica, p)) for p in range(plan.num_ranks))
         for replica in (0, 1)
     ]
-    more = ", ..." if plan.num_replicas > 2 else ""
+    more = "; ..." if plan.num_replicas > 2 else "."
     counts = [len(stage.reduced_bytes) for stage in plan.stages]
     size = format_bytes(plan.fusion_threshold)
     sent = "" if plan.gradient_dtype is None else f", sent as {plan.gradient_dtype}"
     shared = "Replicas share out the optimizer state; counted is the largest share."
     return [
-        f"Placement {plan.placement}: {'; '.join(shown)}{more}.",
-        f"Gradients are summed over replicas in {sum(counts)} buckets of up to {size}{sent}.",
+        f"Placement {plan.placement}: {'; '.join(shown)}{more}",
+        f"Gradients are summed over replicas by buckets, {sum(counts)} of up to {size}{sent}.",
         *([shared] if plan.shard_optimizer else []),
     ]
 

@@ -92,13 +92,13 @@ class Agreement:
             self._announce(waiter, self._calls[-1])
             try:
                 yield
-            except Exception as error:  # which the script may catch, and make another call
+            except BaseException as error:  # which the script may catch, and make another call
                 self.failed(method, error)
                 raise
         finally:
             self._calls.pop()
 
-    def failed(self, method: str, error: Exception) -> None:
+    def failed(self, method: str, error: BaseException) -> None:
         """Notes what a call has ended with, in case that other ranks are still in it."""
         self._failed = f"{method}() ended with {describe(error)}"
 

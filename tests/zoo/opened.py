@@ -95,6 +95,19 @@ class Deaf(keras.Model):
         return [y, layers.Add()([y, y])]
 
 
+class Halved(layers.Layer):
+    """Calls a layer in training only, before, between and behind others."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.half = [layers.Dense(6) for _ in range(3)], layers.Rescaling(0.5)
+
+    def call(self, x, training=False):
+        for dense in self.dense:
+            x = dense(self.half(x) if training else x)
+        return self.half(x) if training else x
+
+
 class Judged(layers.Layer):
     """Adds a loss between its layers, and has two results."""
 
@@ -169,6 +182,11 @@ def deaf():
 def told():
     ids = keras.Input((5,), dtype="int32")
     return keras.Model(ids, layers.Dense(3)(Told()(ids)))
+
+
+def halved():
+    x = keras.Input((6,))
+    return keras.Model(x, Halved()(x))
 
 
 def twice():

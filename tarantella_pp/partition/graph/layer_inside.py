@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.cause import describe
-from tarantella_pp.internals.functional import class_of_keras, likeness_of, tree
+from tarantella_pp.internals.functional import class_of_keras, get_mask, likeness_of, tree
 from tarantella_pp.internals.parted import bytes_of
 from tarantella_pp.partition.graph.layer_trace import (
     LayerCall,
@@ -25,6 +25,7 @@ from tarantella_pp.partition.graph.layer_trace import (
     LayerTrace,
     Part,
     PartsError,
+    PartUse,
     Path,
     Value,
     is_composite,
@@ -34,7 +35,7 @@ from tarantella_pp.partition.graph.placeholders import SAMPLES, SIZES, SeenTenso
 from tarantella_pp.partition.graph.traced_costs import NodeCost, Priced, memory_of
 
 # Traces a call for one of the numbers of samples, or for any, in training or not.
-Tracer = Callable[[int | None, bool | None], LayerTrace]
+Tracer = Callable[[int | None, bool | None, LayerTrace | None], LayerTrace]
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class LayerInside:
         for size in dict.fromkeys((self._looked.assumed_size, *SIZES)) if is_open else (1,):
             tracer = partial(self._traced, size)
             try:
-                trace = tracer(0, flags[0])
+                trace = tracer(0, flags[0], None)
             except Exception as error:  # whatever the user's code does not like about it
                 self._failure = _short(error)
                 continue
@@ -129,9 +130,11 @@ class LayerInside:
             return trace, known[key]
         return None
 
-    def _traced(self, size: int, samples: int | None, training: bool | None) -> LayerTrace:
+    def _traced(
+        self, size: int, samples: int | None, training: bool | None, like: LayerTrace | None
+    ) -> LayerTrace:
         made = {key: tensor.symbolic(samples, size) for key, tensor in self._given.items()}
-        return LayerTrace(self._operation, self._arguments, made, training)
+        return LayerTrace(self._operation, self._arguments, made, training, like)
 
     @property
     def why_whole(self) -> dict[str, str]:
@@ -205,7 +208,8 @@ class Inside:
 
     def _all(self, samples: Iterable[int | None], training: bool | None) -> list[LayerTrace]:
         try:
-            return [self._traced(n, training) if n != 0 else self._trace for n in samples]
+            known = self._trace
+            return [self._traced(n, training, known) if n != 0 else known for n in samples]
         except Exception as error:  # whatever the user's code does not like about it
             self.why_whole[()] = _short(error)
             return []
@@ -272,7 +276,11 @@ class Inside:
                 raise PartsError(home, f"has a row of each sample in turn in '{call.layer.name}'")
             if part.is_rest and part.path in aliases:
                 continue
-            uses = [parts.uses[part] for parts in each]
+            uses = [parts.uses.get(part, PartUse()) for parts in each]
+            if part not in each[-1].uses and not _keeps_specs(traces, part.path, first.values):
+                raise PartsError(
+                    home, f"calls '{call.layer.name}', which gives another shape, to train"
+                )
             read = [
                 {id(trace.variables[place]) for place in use.variables}
                 for trace, use in zip(traces, uses, strict=True)
@@ -314,7 +322,8 @@ class Inside:
             if path and path[:-1] not in found:
                 continue
             if not path or (call.inner and self._exceeds(call, wanted)):
-                reason = _why_whole([trace.calls[path] for trace in traces])
+                every = [trace.calls[path] for trace in traces if path in trace.calls]
+                reason = _why_whole(every) if len(every) == len(traces) else "only trains"
                 if not reason:
                     found.add(path)
                 else:
@@ -347,9 +356,9 @@ def _why_whole(calls: list[LayerCall]) -> str:
             if not is_plain(value) and not isinstance(value, keras.Variable):
                 kind = type(value).__name__
                 return f"calls '{inner.layer.name}', which returns a {kind}, not only tensors"
-    kinds = [[(id(inner.layer), inner.kind) for inner in call.inner] for call in calls]
-    if any(kind != kinds[0] for kind in kinds):
-        return "calls other layers, or in another way, in training or for other numbers of samples"
+    kinds = [{(inner.path, id(inner.layer), *inner.kind) for inner in call.inner} for call in calls]
+    if any(kind != kinds[0] for kind in kinds[:-1]) or not kinds[-1] <= kinds[0]:
+        return "calls other layers for other numbers of samples, or where it does not train"
     if not calls[0].inner:
         return "calls no layers"
     tensors = (tensor for call in calls for inner in call.inner for tensor, _ in inner.marked)
@@ -361,6 +370,19 @@ def _why_whole(calls: list[LayerCall]) -> str:
     if any(None in t.shape[:1] for t in of_known_samples):
         return "makes a number of rows that depends on values"
     return ""
+
+
+def _keeps_specs(traces: list[LayerTrace], path: Path, values: Iterable[Value]) -> bool:
+    """Whether all that a call makes is like something that it is given."""
+
+    def spec(tensor: Any, mask: Any) -> tuple[Any, ...]:
+        return str(tensor.shape), tensor.dtype, mask is None
+
+    return all(
+        {spec(*pair) for pair in trace.calls[path].marked}
+        <= {spec(t, get_mask(t)) for t in map(trace.tensor, values)}
+        for trace in traces[:-1]
+    )
 
 
 def _made(is_open: bool, few: Any, many: Any, general: Any) -> SeenTensor:

@@ -57,7 +57,7 @@ class LayerCall:
 
     path: Path
     layer: Any
-    start: int  # operations of the graph before it
+    start: int = 0  # operations of the graph before it
     stop: int = 0  # and when it has ended
     inner: list[LayerCall] = field(default_factory=list)
     result: Any = None  # its structure, with a `Made` for each tensor
@@ -66,6 +66,12 @@ class LayerCall:
     marked: list[tuple[Any, Any]] = field(default_factory=list)
     removes: tuple[int, ...] = ()  # the places of flat arguments whose masks it deletes
     whole: str = ""  # why it cannot be parted, if so
+
+    def next_path(self, layer: Any, known: LayerCall | None = None) -> Path:
+        """The path of the next call in it; a `known` one may have others in between."""
+        place = self.inner[-1].path[-1] + 1 if self.inner else 0
+        later = () if known is None else known.inner[place:]
+        return next((call.path for call in later if call.layer is layer), (*self.path, place))
 
     def __iter__(self) -> Iterator[LayerCall]:
         yield self
@@ -112,8 +118,15 @@ class LayerTrace:
     """One call of an operation on placeholders, with all calls of layers inside."""
 
     def __init__(
-        self, operation: Any, arguments: Any, given: Mapping[int, Any], training: bool | None
+        self,
+        operation: Any,
+        arguments: Any,
+        given: Mapping[int, Any],
+        training: bool | None,
+        like: LayerTrace | None = None,
     ) -> None:
+        """Calls have the paths of another trace that they are `like`, if there is one."""
+        self._like: Mapping[Path, LayerCall] = {} if like is None else like.calls
         self.graph = functional.new_graph("inside")
         self.arguments: list[Any] = []  # their placeholders
         self.variables: list[Any] = []
@@ -148,7 +161,7 @@ class LayerTrace:
         self.operations = self.graph.get_operations()
         self.places = {op.name: place for place, op in enumerate(self.operations)}
         self.captured = {inner.ref() for _, inner in self.graph.captures}
-        self.calls = {call.path: call for call in self.root}
+        self.calls: dict[Path, LayerCall] = {call.path: call for call in self.root}
         inside = self.innermost(self.calls)
         for path, op in zip(inside, self.operations, strict=True):
             stateful = op.op_def.is_stateful  # it writes, draws or fails, besides computing
@@ -196,12 +209,13 @@ class LayerTrace:
             raise TypeError(f"'{layer.name}' is not built")  # and is not to be built here
         path: Path = ()
         if self._open:
-            path = (*self._open[-1].path, len(self._open[-1].inner))
+            around = self._open[-1]
+            path = around.next_path(layer, self._like.get(around.path))
         made = LayerCall(path, layer, self.graph.version)
         if self._open:
             self._open[-1].inner.append(made)
         else:
-            self.root = made
+            self.root: LayerCall = made
         flat = functional.tree.flatten((args, kwargs))
         masked = [i for i, value in enumerate(flat) if _mask_of(value) is not None]
         self._open.append(made)

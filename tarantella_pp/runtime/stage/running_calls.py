@@ -44,7 +44,7 @@ def run_calls(
             for call in some:
                 _run_call(call, tensors, masks, training, observe)
         else:
-            losses += _OpenedRun(some, tensors, masks, observe).run(training)
+            losses += _OpenedRun(some, tensors, masks, training, observe).run()
     return losses
 
 
@@ -71,9 +71,14 @@ class _OpenedRun:
     """Runs some parts of one call of an opened layer."""
 
     def __init__(
-        self, calls: Sequence[Call], tensors: Values, masks: Values, observe: Observer | None
+        self,
+        calls: Sequence[Call],
+        tensors: Values,
+        masks: Values,
+        training: bool | None,
+        observe: Observer | None,
     ) -> None:
-        self._first = calls[0]
+        self._first, self._training = calls[0], training
         places = [call.place for call in calls if call.place is not None]
         self._whole, self._layer = places[0].whole, places[0].whole.layer
         self._here = {p.path: (p, call) for p, call in zip(places, calls, strict=True)}
@@ -85,13 +90,13 @@ class _OpenedRun:
         self._losses: list[tuple[Path, Any]] = []  # and the calls whose code adds them
         self._missing: set[Any] = set()  # operations: placeholders of absent tensors
         self._args: dict[Path, list[Any]] = {}  # tensors that calls were given, and their masks
-        self._open: list[tuple[Path, itertools.count[int]]] = []
+        self._open: list[LayerCall] = []
         self._in_leaf = False
         self._inside = {id(call.layer) for call in self._layer.calls.values()}
         self._only_shapes = needs_only_shapes()
         self._inlines = tf.config.functions_run_eagerly()
 
-    def run(self, training: bool | None) -> list[tuple[str, Any]]:
+    def run(self) -> list[tuple[str, Any]]:
         """Runs the layer; returns the losses that its own code adds, as far as that is here."""
         call = self._first
         args, kwargs = call.arguments.fill_in(
@@ -100,7 +105,7 @@ class _OpenedRun:
         scope = functional.GlueScope(self._read, self._write, self._add)
         inlined = functional.functions_inside(are_inlined=True)
         with scope, functional.layer_calls(self._called), inlined, only_traced():
-            functional.operation_fn(self._whole.operation, training=training)(*args, **kwargs)
+            functional.operation_fn(self._whole.operation, training=self._training)(*args, **kwargs)
         self._check()
         return [(self._whole.operation.name, loss) for _, loss in self._losses]
 
@@ -131,15 +136,17 @@ class _OpenedRun:
         raise self._error(f"writes '{variable.path}' outside of its layers")
 
     def _add(self, loss: Any) -> None:
-        if self._open[-1][0] in self._here:
-            self._losses.append((self._open[-1][0], loss))
+        if self._open[-1].path in self._here:
+            self._losses.append((self._open[-1].path, loss))
 
     def _called(self, call: Any, layer: Any, args: Any, kwargs: Any) -> Any:
         if self._in_leaf or is_glue(layer, self._inside):
             return call(layer, *args, **kwargs)
         path: Path = ()
         if self._open:
-            path = (*self._open[-1][0], next(self._open[-1][1]))
+            around = self._open[-1]
+            path = around.next_path(layer, self._layer.calls[around.path])
+            around.inner.append(LayerCall(path, layer))
         known = self._layer.calls.get(path)
         if known is None or known.layer is not layer:
             raise self._error(f"calls '{layer.name}' now, and not when it was read")
@@ -167,14 +174,31 @@ class _OpenedRun:
         return self._packed(known) if is_known else result
 
     def _enter(self, path: Path, call: Any, layer: Any, args: Any, kwargs: Any) -> Any:
-        self._open.append((path, itertools.count()))
+        self._open.append(LayerCall(path, layer))
         try:
             result = call(layer, *args, **kwargs)
         finally:
-            _, places = self._open.pop()
-        if next(places) != len(self._layer.calls[path].inner):
-            raise self._error(f"'{layer.name}' calls fewer layers than when it was read")
+            made = {inner.path for inner in self._open.pop().inner}
+        for inner in self._layer.calls[path].inner:
+            if inner.path not in made:
+                self._leave_out(inner)
         return result
+
+    def _leave_out(self, known: LayerCall) -> None:
+        """Makes something in place of what a call makes that is there for training only."""
+        place, call = self._here.get(known.path, (None, None))
+        given = {} if place is None else {self._spec(tensor): tensor for tensor in place.reads}
+        made = () if call is None else call.outputs
+        if self._training is not False or not given.keys() >= {*map(self._spec, made)}:
+            raise self._error(f"does not call '{known.layer.name}', as when it was read")
+        for tensor in made:
+            self._tensors[tensor] = own_tensor(self._value(given[self._spec(tensor)]))
+        if call is not None:
+            _made(call, self._tensors, self._masks, self._observe)
+
+    def _spec(self, tensor: int) -> tuple[Any, ...]:
+        spec = self._whole.tensors[tensor]
+        return spec.shape, spec.dtype, spec.mask_shape
 
     def _make(self, call: Any, layer: Any, args: Any, kwargs: Any) -> Any:
         self._in_leaf = True

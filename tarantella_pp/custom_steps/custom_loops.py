@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.optimizers import scaled
+from tarantella_pp.internals.state import become
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction, in_buckets
@@ -203,7 +204,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
     combines = {"_op": op, "_threshold": fusion_threshold, "_wire_dtype": wire_dtype}
     # Under its own name and module, so that Keras writes and finds it as what it was.
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    optimizer.__class__ = type(own.__name__, (_Distributed, own), {**names, **combines})
+    become(optimizer, _Distributed, own, **names, **combines)
     return optimizer
 
 

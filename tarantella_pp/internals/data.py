@@ -23,6 +23,8 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAda
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
+from tarantella_pp.internals.state import become
+
 
 def are_arrays(data: Any) -> bool:
     """Whether Keras takes `(x, y, sample_weight)` for arrays."""
@@ -182,7 +184,7 @@ def keep_quiet(callback: Any, kind: type) -> None:
     nowhere = property(lambda _: tf.summary.create_noop_writer())
     writers = dict.fromkeys(("_train_writer", "_val_writer"), nowhere)
     silent = type(kind.__name__, (kind,), hooks | writers | {"_is_quiet": True})
-    callback.__class__ = type(own.__name__, (own, silent), {})
+    become(callback, own, silent)
 
 
 def has_stopped(callback: Any) -> bool:

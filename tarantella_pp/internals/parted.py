@@ -27,9 +27,9 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.functional import set_mask
 from tarantella_pp.internals.state import (
+    become,
     drop_value,
     initializer_of,
-    mixed,
     name_by_path,
     needs_only_shapes,
     variables_without_values,
@@ -133,7 +133,7 @@ def part_variable(whole: Any, parts: Sequence[Any]) -> None:
     """Lets parts hold the value of a variable from now on, whose own is given back."""
     plain = next(kind for kind in type(whole).__mro__ if kind.__module__.startswith("keras."))
     whole._parts = tuple(parts)
-    whole.__class__ = mixed(_Parted, plain)
+    become(whole, _Parted, plain)
     whole.trainable = whole._trainable
     if whole._value is not None:
         drop_value(whole)

@@ -176,10 +176,14 @@ def initialize(variable: Any) -> None:
         variable._deferred_initialize()
 
 
+def become(one: Any, *classes: type, **attributes: Any) -> None:
+    """Has an object that others hold be of more classes, under the name of its own."""
+    one.__class__ = _mixed(type(one).__name__, classes, *attributes.items())
+
+
 @functools.cache
-def mixed(first: type, kind: type) -> type:
-    """The class of a kind's variables that are to be something else first, under the same name."""
-    return type(kind.__name__, (first, kind), {})
+def _mixed(name: str, classes: tuple[type, ...], *attributes: tuple[str, Any]) -> type:
+    return type(name, classes, dict(attributes))
 
 
 def _scope_of(variable: Any) -> Any:

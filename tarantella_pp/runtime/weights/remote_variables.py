@@ -133,9 +133,8 @@ def _become_remote(variable: Any) -> None:
         variable._clocks = {}
         variable._stale = ""
         variable._has_memory = True
-        kind: type = type(variable)
         # The object stays, for the user's layers have it; only reading and assigning change.
-        variable.__class__ = state.mixed(_Remote, kind)
+        state.become(variable, _Remote, type(variable))
 
 
 def let_go(variable: Any) -> None:

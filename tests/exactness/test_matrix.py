@@ -47,8 +47,7 @@ def judge_on_two_ranks(kinds: Sequence[str]) -> dict[str, list[Verdict]]:
     """Judges some kinds on two ranks, which must agree on all verdicts."""
     # A rank that fails alone leaves the others waiting.
     env = {"TNT_TIMEOUT": "60"}
-    run = mpi_run(2, judge_on_rank, kinds, timeout=1200, env=env).check()
-    first, second = run.results
+    first, second = mpi_run(2, judge_on_rank, kinds, timeout=1200, env=env).check().results
     assert first == second
     return {kind: [Verdict(**v) for v in verdicts] for kind, verdicts in first.items()}
 

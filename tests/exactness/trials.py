@@ -1,13 +1,12 @@
 """Trains models as pipelines and in plain Keras, and says how far apart they end."""
 
-import dataclasses
 import hashlib
 import inspect
 import json
 import sys
 import traceback
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -110,21 +109,19 @@ class Judge:
 
     def _judge_groups(self, groups: Sequence[list[Part]]) -> list[Verdict]:
         """Judges as many groups as there are ranks: each trains another one in plain Keras."""
-        names = [" and ".join(part.name for part in group) for group in groups]
-        trials = [
-            dataclasses.replace(self.make(group), name=name)
-            for group, name in zip(groups, names, strict=True)
-        ]
+        trials = [replace(self.make(g), name=" and ".join(p.name for p in g)) for g in groups]
         own = self.communicator.rank
         plain = [_plain(trial) if i == own else None for i, trial in enumerate(trials)]
         found = []
         for group, trial, attempt in zip(groups, trials, plain, strict=True):
             verdict = self._judge(trial, attempt)
-            if len(group) == 1 or verdict.outcome == expected.outcome(self.kind, group[0].name):
-                found += [dataclasses.replace(verdict, name=part.name) for part in group]
-            else:
+            wanted = expected.outcome(self.kind, group[0].name)
+            judged = [replace(verdict, name=part.name) for part in group]
+            if len(group) > 1 and verdict.outcome != wanted:  # what trains alone must do so here
                 print(f"Not as expected, so one by one: {verdict}", file=sys.stderr)
-                found += [v for part in group for v in self._judge_groups([[part]])]
+                alone = [v for part in group for v in self._judge_groups([[part]])]
+                judged = alone if any(v.outcome != wanted for v in alone) else judged
+            found += judged
         return found
 
     def _judge(self, trial: Trial, plain: Attempt | None) -> Verdict:
@@ -138,7 +135,7 @@ class Judge:
         error = self._error(plain, attempt)
         if error >= trial.limit and trial.eagerly:
             # In an eager step some layers compute in another order, or draw other random numbers.
-            trial = dataclasses.replace(trial, eagerly=False)
+            trial = replace(trial, eagerly=False)
             plain = plain and _plain(trial)
             error = self._error(plain, attempt)
         if error >= trial.limit:
@@ -163,7 +160,7 @@ class Judge:
         if CRASHED in outcomes or len(set(outcomes)) > 1 or len(set(digests)) > 1:
             raise AssertionError(f"Ranks crashed or differ in trial {trial.name}: {everywhere}")
         # Each rank has numbered its layers, which messages name, by what it has made itself.
-        return dataclasses.replace(attempt, message=messages[0])
+        return replace(attempt, message=messages[0])
 
     def _piped(self, trial: Trial, stages: int, micro_batches: int) -> Attempt:
 
@@ -174,7 +171,7 @@ class Judge:
             return model
 
         if micro_batches > 1 and trial.in_parts is not None:
-            trial = dataclasses.replace(trial, run=trial.in_parts)
+            trial = replace(trial, run=trial.in_parts)
         return _tried(make, trial)
 
     def _pipeline(self, trial: Trial, stages: int, micro_batches: int) -> PipelineModel:

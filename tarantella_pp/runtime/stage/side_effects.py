@@ -41,7 +41,8 @@ def refuse_effects(function: Any, layer: Any, num_micro_batches: int, plain: boo
         handle = None if effect.argument is None else id(handles.get(effect.argument))
         if handle in allowed:
             continue
-        place = place_of(effect.operation, layer)
+        written = next((v.name for v in graph.variables if id(v.handle) == handle), "")
+        place = place_of(effect.operation, layer, written)
         if handle is None or handle == shared:
             if num_micro_batches > 1 or not plain:
                 raise UnsupportedModelError(
@@ -51,12 +52,11 @@ def refuse_effects(function: Any, layer: Any, num_micro_batches: int, plain: boo
                     "pass it on, keras.random.normal(shape, seed=self.seed_generator)."
                 )
         elif num_micro_batches > 1:
-            names = [v.name for v in graph.variables if id(v.handle) == handle]
             raise UnsupportedModelError(
-                f"{place} writes {f'its variable {names[0]!r}' if names else 'a variable'} each "
+                f"{place} writes {f'its variable {written!r}' if written else 'a variable'} each "
                 f"time it runs, which is {num_micro_batches} times for each batch (once for each "
                 "micro-batch of all replicas) instead of once, so it would train something else. "
-                "Use num_micro_batches=1 and num_replicas=1."
+                "Use a PipelineModel with num_micro_batches=1 and num_replicas=1."
             )
 
 
@@ -130,12 +130,13 @@ def _origin(name: str, made: Mapping[str, Any]) -> str:
     return name
 
 
-def place_of(operation: str, layer: Any) -> str:
-    """The innermost layer in whose scope an operation is."""
+def place_of(operation: str, layer: Any, written: str = "") -> str:
+    """The innermost layer in whose scope an operation is, given the variable that it writes."""
     names = {part.name for part in sublayers(layer) if part is not layer}
     for scope in reversed(operation.split("/")):
         head, _, number = scope.rpartition("_")
-        found = scope if scope in names else head if number.isdigit() else ""
-        if found in names:
-            return f"Layer '{found}'"
+        found = names & {scope, head if number.isdigit() else ""}
+        # A scope that is entered again has a number more, as another layer's name may have.
+        if found:
+            return f"Layer '{min(found, key=lambda name: (name not in written, name != scope))}'"
     return f"Operation '{operation}'"

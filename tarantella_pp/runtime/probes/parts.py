@@ -273,15 +273,21 @@ class PartsProbe:
             whole = self._trial(given(samples, slice(0, rows)))
             places = samples.in_parts(sizes)
             each = [given(samples.of(own), own) for own in places]
-            axes = self._axes_of_draws(each[0], whole)
-            parts = []
-            for tensors, own in zip(each, places, strict=True):
-                drawn = [_of_rows(d, a, rows, own) for d, a in zip(whole.draws, axes, strict=True)]
-                self._restore(start)
-                parts.append(self._trial(tensors, drawn))
-            self._restore(whole.state)
+            draws = [*zip(whole.draws, self._axes_of_draws(each[0], whole), strict=True)]
             shares = [(own.stop - own.start) / rows for own in places]
-            return Compared(start, whole, parts, shares, self.tolerance)
+            found = []
+            several = any(axis is not None and draw.shape[axis] > rows for draw, axis in draws)
+            for in_turn in (False, True)[: 1 + several]:
+                parts = []
+                for tensors, own in zip(each, places, strict=True):
+                    drawn = [_of_rows(draw, axis, rows, own, in_turn) for draw, axis in draws]
+                    self._restore(start)
+                    parts.append(self._trial(tensors, drawn))
+                found.append(Compared(start, whole, parts, shares, self.tolerance))
+            self._restore(whole.state)
+            return max(
+                found, key=lambda one: sum(map(bool, map(one.kinds, range(len(whole.values)))))
+            )
 
         return self._in_widest(attempt)
 
@@ -346,13 +352,16 @@ def _bytes(tensor: tf.Tensor, rows: int) -> int:
     return int(math.prod(size or rows for size in tensor.shape) * tensor.dtype.size)
 
 
-def _of_rows(draw: tf.Tensor, axis: int | None, count: int, rows: slice) -> tf.Tensor:
-    """The random numbers of some samples, which several blocks of samples may have."""
+def _of_rows(
+    draw: tf.Tensor, axis: int | None, count: int, rows: slice, in_turn: bool
+) -> tf.Tensor:
+    """The random numbers of some samples: of all windows of each, or of each one in turn."""
     if axis is None:
         return draw
-    blocks = draw.shape[axis] // count
-    places = np.arange(blocks * count).reshape(blocks, count)[:, rows]
-    return tf.gather(draw, places.ravel(), axis=axis)
+    each = draw.shape[axis] // count
+    places = np.arange(each * count)
+    own = places.reshape(each, count)[:, rows] if in_turn else places.reshape(count, each)[rows]
+    return tf.gather(draw, own.ravel(), axis=axis)
 
 
 def array_of(tensor: tf.Tensor) -> Array:

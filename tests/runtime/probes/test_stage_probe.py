@@ -559,7 +559,14 @@ def test_numbers_with_a_fixed_seed_are_those_of_a_batch_of_the_size_of_a_micro_b
     assert distance(plain, one_stage) > 1e-3
 
 
+def in_windows(layer, x, _):
+    """Draws several numbers for each sample, one behind the other."""
+    drawn = keras.random.normal((ops.size(x),), seed=layer.seed_generator)
+    return layer.gain * x + ops.reshape(drawn, ops.shape(x))
+
+
 APART = {
+    "in windows": (own(in_windows), X),
     "side by side": (side_by_side, X),
     "columns": (with_columns, COLUMNS),
     "columns of few": (with_columns, COLUMNS[:3]),

@@ -14,7 +14,7 @@ from tarantella_pp.custom_steps.step_probe import StepKinds, found_kinds
 from tarantella_pp.custom_steps.step_trace import StepTrace
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.internals.state import trained_by
-from tarantella_pp.internals.training import batch_norms, moments_known
+from tarantella_pp.internals.training import batch_norms, moments_known, warn_of_statistics
 from tarantella_pp.runtime.batch import (
     ArrayRows,
     Batch,
@@ -152,7 +152,7 @@ class ReplicaSteps:
         traces: list[StepTrace] = []
 
         def trace() -> None:
-            self._check_norms()
+            self._check_norms(name == "train_step" and ranks.prints and not self._steps)
             run = self._trace(name, batch, lambda: statistics.gathered(self._model))
             traces[:] = [run, run]
             if statistics.variables:
@@ -205,9 +205,11 @@ class ReplicaSteps:
         slots = 0 if optimizer is None else len(optimizer.variables)
         return slots, len(self._model.variables)
 
-    def _check_norms(self) -> None:
-        """Refuses batch statistics that replicas do not share."""
+    def _check_norms(self, warns: bool) -> None:
+        """Warns of batch statistics; refuses those that replicas would share in plain Keras."""
         norms = [layer for layer in batch_norms(self._model) if layer.trainable]
+        if warns:
+            warn_of_statistics(norms, str(self.communicator.size))
         names = [layer.name for layer in norms if layer.synchronized]
         if names:
             raise UnsupportedModelError(

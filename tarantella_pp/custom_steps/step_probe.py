@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -88,6 +89,7 @@ class StepProbe:
         self.state = [ALL] * len(trace.written)
         # What a step adds to each variable that counts random numbers, by its position
         self.drawn: dict[int, list[float]] = {}
+        self.counters: dict[int, set[bool]] = {}  # and whether what it draws has shapes of samples
         # What each lookup reads in each trial
         self._reads: list[set[str | None]] = [set() for _ in self._lookups]
         self.finite: set[int] = set()  # the updates whose gradients were numbers in some trial
@@ -141,7 +143,8 @@ class StepProbe:
             reads.add(rows_read(found, next(places), of_samples))
         self.results = [kinds & found.kinds(next(places)) for kinds in self.results]
         self.state = [kinds & found.kinds_of_state(i) for i, kinds in enumerate(self.state)]
-        for i in self._probe.counters():
+        self.counters = self._probe.counters()
+        for i in self.counters:
             moved = found.whole.state[i].astype(float) - found.start[i]
             self.drawn[i] = moved.ravel().tolist()
 
@@ -174,7 +177,7 @@ def found_kinds(
         [probe.fixed(number) for number in numbers],
         _check_rows(trace, probe, what) if by_rows else _results(trace, probe, what),
         _state(trace, probe, what),
-        list(probe.drawn.items()),
+        _drawn(trace, probe, what),
     )
 
 
@@ -235,6 +238,19 @@ def _check_rows(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
                 "replicas do not make it up. Predict in one process."
             )
     return []
+
+
+def _drawn(trace: StepTrace, probe: StepProbe, what: str) -> list[tuple[int, list[float]]]:
+    """What counts the numbers that samples have; others are the same on all replicas."""
+    for i, kinds in probe.counters.items():
+        if len(kinds) > 1:
+            warnings.warn(
+                f"{what} draws numbers for each sample and numbers for all of them with one "
+                f"generator ('{trace.written[i].name}'), so the latter are others on each replica. "
+                "Draw them with a keras.random.SeedGenerator of their own.",
+                stacklevel=2,
+            )
+    return [(i, moved) for i, moved in probe.drawn.items() if True in probe.counters[i]]
 
 
 def _state(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:

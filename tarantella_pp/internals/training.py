@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -20,6 +21,9 @@ from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context
 
 from tarantella_pp.internals.functional import sublayers
+
+# Layers that a warning names; models have hundreds of one kind.
+_NAMED = 3
 
 
 def added_losses(layer: Any) -> list[tuple[str, Any]]:
@@ -152,6 +156,20 @@ def global_seed() -> Any:
 def batch_norms(layer: Any) -> list[Any]:
     """The batch normalizations in a layer."""
     return [p for p in sublayers(layer) if isinstance(p, keras.layers.BatchNormalization)]
+
+
+def warn_of_statistics(norms: Sequence[Any], parts: str) -> None:
+    """Warns of batch normalizations that see parts of batches."""
+    if names := ", ".join(layer.name for layer in norms[:_NAMED]):
+        more = f" and {len(norms) - _NAMED} more" if len(norms) > _NAMED else ""
+        warnings.warn(
+            f"BatchNormalization layers {names}{more} take their statistics of each of the {parts} "
+            "replicas, instead of the batch, so the numbers differ from those of one process; only "
+            "their moving averages see the batch. LayerNormalization and GroupNormalization do not "
+            "depend on the batch.",
+            UserWarning,
+            stacklevel=5,  # behind `surrounded`
+        )
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import keras
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError, checked_count
 from tarantella_pp.internals.functional import stateful_layers
-from tarantella_pp.internals.training import batch_norms, strategy_of
+from tarantella_pp.internals.training import batch_norms, strategy_of, warn_of_statistics
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.weights.remote_variables import is_stale
@@ -21,8 +21,6 @@ _OWN_STEPS = (
     *("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"),
     *("metrics", "get_metrics_result"),
 )
-# Layers that a warning names; models have hundreds of one kind.
-_NAMED = 3
 
 
 def check_backend() -> None:
@@ -134,18 +132,8 @@ def check_micro_batches(extracted: ExtractedModel, num_micro_batches: int) -> No
 
 def warn_of_batch_statistics(extracted: ExtractedModel, num_micro_batches: int) -> None:
     """Warns where the numbers differ from plain Keras, with layers frozen as they are now."""
-    names = [layer.name for layer in _batch_norms(extracted)]
-    if len(names) > _NAMED:
-        names = [*names[:_NAMED], f"and {len(names) - _NAMED} more"]
-    if names and num_micro_batches > 1:
-        warnings.warn(
-            f"BatchNormalization layers {', '.join(names)} take their statistics of each of the "
-            f"{num_micro_batches} micro-batches, of all replicas, instead of the batch, so the "
-            "numbers differ from those of one process; only their moving averages see the batch. "
-            "LayerNormalization and GroupNormalization do not depend on the batch.",
-            UserWarning,
-            stacklevel=4,  # behind `surrounded`
-        )
+    if num_micro_batches > 1:
+        warn_of_statistics(_batch_norms(extracted), f"{num_micro_batches} micro-batches, of all")
 
 
 def _batch_norms(extracted: ExtractedModel) -> list[Any]:

@@ -1,6 +1,7 @@
 """Models with steps of their own train on several ranks to the numbers of plain Keras."""
 
 import re
+import warnings
 
 import keras
 import numpy as np
@@ -62,14 +63,16 @@ def repeated(predicted, y, times):
 
 
 class Branches(Regression):
-    """Conditions and loops, whose parts are functions with other names on each rank."""
+    """Conditions and loops, functions with other names on each rank; noise that is no sample's."""
 
     def __init__(self):
         super().__init__()
         self.seen = self.add_weight((), "zeros", name="seen", trainable=False)
+        self.seeds = keras.random.SeedGenerator(2)
 
     def loss_of(self, x, y):
-        predicted = self(x, training=True)
+        noise = keras.random.normal((3,), dtype="float64", seed=self.seeds)
+        predicted = self(x, training=True) * noise
         loss = tf.reduce_mean(tf.square(predicted - y))
         steps = tf.cast(self.optimizer.iterations, "int32")
         _, halved = tf.while_loop(lambda i, _: i < steps, lambda i, h: (i + 1, h / 2), [0, loss])
@@ -159,7 +162,10 @@ def train(folder):
     found = {}
     for case in ALONE:
         found[case] = numbers_of(case, tnt.Model, seed=3 + tnt.get_rank())
-    found["averages"], model = normalized(tnt.Model)
+    with warnings.catch_warnings(record=True) as told:
+        found["averages"], model = normalized(tnt.Model)
+    of_norms = [each for each in told if "BatchNormalization layers" in str(each.message)]
+    assert len(of_norms) == tnt.get_rank()
     found["seeds"] = np.array(model.drop.seed_generator.state).tolist()
     found["branches"] = branching(tnt.Model)
     found["refused"] = refused(tnt.Model, folder)

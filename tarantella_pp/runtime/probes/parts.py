@@ -14,6 +14,7 @@ What may be of several kinds in one trial is of the kind that it may be of in al
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -273,7 +274,8 @@ class PartsProbe:
             whole = self._trial(given(samples, slice(0, rows)))
             places = samples.in_parts(sizes)
             each = [given(samples.of(own), own) for own in places]
-            draws = [*zip(whole.draws, self._axes_of_draws(each[0], whole), strict=True)]
+            self._axes = self._axes_of_draws(each[0], whole)
+            draws = [*zip(whole.draws, self._axes, strict=True)]
             shares = [(own.stop - own.start) / rows for own in places]
             found = []
             several = any(axis is not None and draw.shape[axis] > rows for draw, axis in draws)
@@ -304,13 +306,16 @@ class PartsProbe:
                 self._prepare()
         return attempt()
 
-    def counters(self) -> list[int]:
-        """Which of the variables that the function writes say what random numbers are drawn."""
-        sources = [tensor for draw in self.draws for tensor in draw.op.inputs[1:]]
-        names = {op.name for op in ancestors(sources) if op.type == "Placeholder"}
-        captures = self._function.graph.captures
-        handles = {id(outer) for outer, inner in captures if inner.op.name in names}
-        return [i for i, v in enumerate(self._variables) if id(v.handle) in handles]
+    def counters(self) -> dict[int, set[bool]]:
+        """Which written variables say what is drawn, and whether that has shapes of samples."""
+        found = defaultdict[int, set[bool]](set)
+        numbers = {id(variable.handle): i for i, variable in enumerate(self._variables)}
+        captures = {inner.op: id(outer) for outer, inner in self._function.graph.captures}
+        for draw, axis in zip(self.draws, self._axes, strict=True):
+            for handle in {captures.get(op, 0) for op in ancestors(draw.op.inputs[1:])}:
+                if handle in numbers:
+                    found[numbers[handle]].add(axis is not None)
+        return found
 
     def _trial(
         self, inputs: Sequence[tf.Tensor], draws: Sequence[tf.Tensor] | None = None

@@ -74,14 +74,22 @@ class DataCursor:
 
     def read(self) -> Iterator[Any]:
         """Reads when the first batch is asked for; what a data set shuffles it draws at once."""
-        dataset, begun = self._opened(), None
-        if self.kind == TF_DATA:
-            begun = iter(dataset)
-            self._passes += 1
-            self._is_unread = True
-        return self._read(dataset, begun)
+        dataset = begun = failure = None
+        try:
+            dataset = self._opened()
+            if self.kind == TF_DATA:
+                begun = iter(dataset)
+                self._passes += 1
+                self._is_unread = True
+        except Exception as error:
+            failure = error
+        return self._read(dataset, begun, failure)
 
-    def _read(self, dataset: Any, begun: Iterator[Any] | None) -> Iterator[Any]:
+    def _read(
+        self, dataset: Any, begun: Iterator[Any] | None, failure: Exception | None
+    ) -> Iterator[Any]:
+        if failure is not None:  # with the first batch, when the others hear of it
+            raise failure
         skips = self._begin(is_counted=begun is not None)
         for batch in itertools.islice(begun or iter(dataset), skips or 0, None):
             self.batches += 1

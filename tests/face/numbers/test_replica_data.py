@@ -34,6 +34,11 @@ class Batches(keras.utils.PyDataset):
         return X[index : index + 5], LABELS[index : index + 5]
 
 
+class Gone(Batches):
+    def __getitem__(self, index):
+        raise OSError("no disk")
+
+
 def compiled(wrap):
     """Weights of whole cache lines, which are packed for messages without gaps."""
     keras.utils.set_random_seed(1)
@@ -207,7 +212,11 @@ def read_apart(model, counted):
     broken = X.copy()
     broken[5, 0] = np.nan  # in the second half of the first batch
     error = error_of(lambda: model.fit(lambda context: part(context, broken), **QUIET))
-    return {"sent": sent, "error": error, "again": model.evaluate(mapped(8), **QUIET)}
+    calls = [(call, Gone()) for call in (model.fit, model.evaluate, model.predict)]
+    calls.append((model.predict, X.astype(str)))
+    gone = [error_of(lambda: call(data, **QUIET)) for call, data in calls]  # noqa: B023
+    again = model.evaluate(mapped(8), **QUIET)
+    return {"sent": sent, "error": error, "gone": gone, "again": again}
 
 
 def on_ranks(stages):
@@ -273,6 +282,9 @@ def check_apart(ranks, stages):
         assert "no number" in told["error"]
         own = "InvalidArgumentError" if rank == stages else "ConfigurationError: Rank"
         assert told["error"].startswith(own)
+        reads = ["", "ConfigurationError: Rank 0 could not read the data: "][rank > 0]
+        what = ["OSError: no disk"] * 3 + ["ValueError: Invalid dtype: str1024"]
+        assert told["gone"] == [reads + text for text in what]
 
 
 def check_counts(ranks, stages, sharded):

@@ -38,6 +38,9 @@ class Normalized(Regression):
     def call(self, x, training=False):
         return super().call(self.drop(self.norm(x, training=training), training=training))
 
+    def fit(self, pair, **options):
+        return super().fit(*pair, **options)
+
     def train_step(self, data):
         logs = super().train_step(data)
         self.averaged.assign(0.9 * self.averaged + 0.1 * self.norm.moving_mean)
@@ -107,7 +110,7 @@ def normalized(wrap=None):
     keras.utils.set_random_seed(4)
     model = wrap(Normalized()) if wrap else Normalized()
     model.compile(keras.optimizers.SGD(0.01), run_eagerly=wrap is None)
-    model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    model.fit(pair=(X, Y), batch_size=8, shuffle=False, verbose=0)
     averages = [model.norm.moving_mean, model.norm.moving_variance, model.averaged]
     return [np.array(v).tolist() for v in averages], model
 
@@ -145,8 +148,8 @@ def refused(wrap, folder):
     late(X[:1])
     before = late.get_weights()
     runs = (
-        lambda: late.fit(X, Y, verbose=0),
-        lambda: late.fit(X, Y, verbose=0, callbacks=keras.callbacks.BackupAndRestore("b")),
+        lambda: late.fit((X, Y), verbose=0),
+        lambda: late.fit((X, Y), verbose=0, callbacks=keras.callbacks.BackupAndRestore("b")),
         lambda: unbuilt.fit(X, Y, verbose=0, callbacks=tnt.callbacks.Checkpoint(f"{folder}/c")),
     )
     found = list(map(error_of, runs))
@@ -183,7 +186,7 @@ def train(folder):
     model.set_weights([0 * weight for weight in before])
     model.load_weights(f"{folder}/m.weights.h5")
     assert all(map(np.array_equal, before, model.get_weights()))
-    model.fit(X if tnt.get_rank() == 0 else None, Y, batch_size=8, verbose=0)
+    model.fit(None if tnt.get_rank() else (X, Y), batch_size=8, verbose=0)
     found["weights"] = [w.tolist() for w in model.get_weights()]
     return found
 

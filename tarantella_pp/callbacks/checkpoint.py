@@ -21,14 +21,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.callbacks import checkpoint_reader
 from tarantella_pp.callbacks.checkpoint_folder import DataPosition, Manifest
-from tarantella_pp.callbacks.checkpoint_reader import (
-    RestoredState,
-    configs_of,
-    facts_of,
-    newest_whole,
-    refuse_others,
-)
 from tarantella_pp.callbacks.checkpoint_writer import CheckpointWriter
 from tarantella_pp.errors import ConfigurationError, checked_count
 from tarantella_pp.internals import data
@@ -121,7 +115,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._facts: dict[str, Any] = {}
         self._configs: dict[str, Any] = {}
         self._history: dict[str, list[Any]] = {}
-        self._restored: RestoredState | None = None
+        self._restored: checkpoint_reader.RestoredState | None = None
         self._step = self._epoch_step = 0
         self._epoch = self._initial_epoch = initial_epoch
         self._epoch_length: int | None = None
@@ -176,18 +170,18 @@ class Checkpoint(keras.callbacks.Callback):
         options = {"directory": str(self.directory), "every": self.every, "keep": self.keep}
         with self._ranks.call("Checkpoint", **options):
             pass  # the same on all ranks
-        self._configs = configs_of(self._model)
+        self._configs = checkpoint_reader.configs_of(self._model)
         adapter = self._adapter  # which knows the data on the rank that reads them
         read = {"contents": adapter.description, "batches": adapter.num_batches}
         read |= {"steps_per_epoch": self._steps_per_epoch, "shuffle": self._shuffle}
         read |= {} if adapter.cursor is None else adapter.cursor.facts()
-        self._facts = self._ranks.broadcast_json(facts_of(self._model, read))
-        found = newest_whole(self._ranks, self.directory)
+        self._facts = self._ranks.broadcast_json(checkpoint_reader.facts_of(self._model, read))
+        found = checkpoint_reader.newest_whole(self._ranks, self.directory)
         trains = True
         if found is not None:
             folder, manifest = found
             config, rate = self._configs["config"], _learning_rate_of(self._model)
-            refuse_others(manifest, self._facts, config, rate, str(folder))
+            checkpoint_reader.refuse_others(manifest, self._facts, config, rate, str(folder))
             trains = self._go_on(folder, manifest)
         if trains:
             self._writer.prepare()
@@ -255,7 +249,7 @@ class Checkpoint(keras.callbacks.Callback):
                 f"{self._initial_epoch}, which leaves out epochs. Leave initial_epoch out: "
                 "`fit` goes on where the checkpoint was written."
             )
-        self._restored = restored = RestoredState(folder, saved)
+        self._restored = restored = checkpoint_reader.RestoredState(folder, saved)
         restored.restore(self._model, self._share)
         self._facts = saved.facts
         self._history = {name: list(values) for name, values in saved.history.items()}
@@ -293,7 +287,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._adapter.cursor.resume(position, restored.arrays("data"))
         return True
 
-    def _completed_history(self) -> RestoredState | None:
+    def _completed_history(self) -> checkpoint_reader.RestoredState | None:
         """Puts the epochs before the checkpoint into the history of this `fit`, once."""
         restored, self._restored = self._restored, None
         if restored is not None:

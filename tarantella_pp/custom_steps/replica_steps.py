@@ -29,12 +29,8 @@ from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.data_feed import DataFeed, dense
 from tarantella_pp.runtime.stage.forward_state import BatchStatistics
+from tarantella_pp.runtime.weights import shared_weights
 from tarantella_pp.runtime.weights.remote_variables import StepCounter
-from tarantella_pp.runtime.weights.shared_weights import (
-    ValueStream,
-    broadcast_variable,
-    check_alike,
-)
 
 
 class StepFeed(DataFeed):
@@ -120,7 +116,7 @@ class ReplicaSteps:
 
     def check_alike(self) -> None:
         """Compares what replicas hold, which each trains itself; all of them must call it."""
-        check_alike(list(self._alike.values()), self.communicator)
+        shared_weights.check_alike(list(self._alike.values()), self.communicator)
 
     def check_written(self, told: Any = None) -> list[Any]:
         """Returns what all ranks tell: none has a weight that another one trains."""
@@ -235,7 +231,7 @@ class ReplicaSteps:
                     f"{what} on rank {rank} than on rank {self.communicator.rank}"
                 )
         for variable in new.values():
-            broadcast_variable(variable, 0, self.communicator)
+            shared_weights.broadcast_variable(variable, 0, self.communicator)
         self._alike |= new
 
 
@@ -273,7 +269,7 @@ class ReplicaState:
 
     refresh = gather
 
-    def reader(self, stream: ValueStream) -> Callable[[Any], Any]:
+    def reader(self, stream: shared_weights.ValueStream) -> Callable[[Any], Any]:
         """Reads a weight, which is there."""
         return value_of
 

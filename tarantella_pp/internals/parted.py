@@ -25,15 +25,8 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.internals import state
 from tarantella_pp.internals.functional import set_mask
-from tarantella_pp.internals.state import (
-    become,
-    drop_value,
-    initializer_of,
-    name_by_path,
-    needs_only_shapes,
-    variables_without_values,
-)
 
 # What a layer's configuration calls what it is cut along.
 _COLUMNS: dict[type, str] = {
@@ -55,7 +48,7 @@ class Columns:
 
     def __call__(self, shape: Any, dtype: Any = None) -> Any:
         """Draws all of it, so that its bits are what they are in one process."""
-        drawn = initializer_of(self.whole)(tuple(self.whole.shape), dtype=dtype)
+        drawn = state.initializer_of(self.whole)(tuple(self.whole.shape), dtype=dtype)
         return self.of(drawn)
 
     def of(self, value: Any) -> Any:
@@ -133,10 +126,10 @@ def part_variable(whole: Any, parts: Sequence[Any]) -> None:
     """Lets parts hold the value of a variable from now on, whose own is given back."""
     plain = next(kind for kind in type(whole).__mro__ if kind.__module__.startswith("keras."))
     whole._parts = tuple(parts)
-    become(whole, _Parted, plain)
+    state.become(whole, _Parted, plain)
     whole.trainable = whole._trainable
     if whole._value is not None:
-        drop_value(whole)
+        state.drop_value(whole)
 
 
 class _Parted(keras.Variable):  # type: ignore[misc]
@@ -164,7 +157,7 @@ class _Parted(keras.Variable):  # type: ignore[misc]
 
     def assign(self, value: Any) -> Any:
         """Gives each part its columns."""
-        if needs_only_shapes() or tuple(np.shape(value)) != tuple(self.shape):
+        if state.needs_only_shapes() or tuple(np.shape(value)) != tuple(self.shape):
             return super().assign(value)  # which takes note of it, or names what does not fit
         for part in self._parts:
             part.assign(part._columns.of(value))
@@ -293,7 +286,7 @@ def _parts(layer: Any, given: Any, parts: int) -> list[Any]:
     ends = [total * i // parts for i in range(parts + 1)]
     made: list[Any] = []
     unset: list[Any] = []
-    with variables_without_values(unset):
+    with state.variables_without_values(unset):
         for i, (begin, end) in enumerate(itertools.pairwise(ends), 1):
             place = {"begin": begin} if kind is _Rows else {}
             own = {**config, **place, columns: end - begin, "name": f"{i}of{parts}"}
@@ -303,7 +296,7 @@ def _parts(layer: Any, given: Any, parts: int) -> list[Any]:
                 axis = -1 if variable.shape[-1] < whole.shape[-1] else 0
                 variable._initializer = variable._columns = Columns(whole, begin, end, axis)
                 variable.trainable = whole.trainable
-                name_by_path(variable, whole.path)  # by which optimizers know it
+                state.name_by_path(variable, whole.path)  # by which optimizers know it
     return made
 
 

@@ -34,7 +34,7 @@ class Update:
     method: str  # which of the two
 
     def rebuilt(self, tensors: Sequence[Any], fixed: Mapping[int, Sequence[bool]]) -> list[Any]:
-        """Makes gradients of other values in the places of those of `gradients`."""
+        """Makes gradients of other values in the places of `gradients`."""
         pairs = zip(self.gradients.rebuilt(tensors), self.variables, strict=True)
         return [
             put_together([g], fixed[i], v) if isinstance(g, tuple) else g

@@ -1,4 +1,4 @@
-"""The processes of a job, all of which must be gone when the job is."""
+"""The processes of a job, which must all be gone when the job is."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def shared_memory() -> set[str]:
 
 
 def remove(files: Iterable[str]) -> None:
-    """Removes files, of which some may be gone."""
+    """Removes files; some may be gone."""
     for file in files:
         with contextlib.suppress(OSError):
             os.unlink(file)

@@ -32,7 +32,7 @@ _IN_PARTS = (".weights.h5", ".weights.json", ".keras")
 
 
 class CollectiveModel(keras.Model):  # type: ignore[misc]
-    """A Keras model whose weights are on the ranks of a pipeline, all of which must call it."""
+    """A Keras model whose weights are on the ranks of a pipeline, which must all call it."""
 
     _engine: Engine
     _optimizer_state: OptimizerState | None = None

@@ -46,7 +46,7 @@ def _shown_by(engine: Any, verbose: str | int) -> str | int:
 
 
 def surrounded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Has a method run within that of the wrapped model's class, if it has one."""
+    """Has a method run within the one of the wrapped model's class, if that has one."""
     name = method.__name__
 
     @functools.wraps(method)

@@ -269,6 +269,6 @@ def bytes_of(tensor: Any) -> float:
 
 
 def _steps_of(op: Any) -> int:
-    """About how often a loop runs, over what is given to it; once for all else."""
+    """About how often a loop runs, over the lists given to it; once for all else."""
     lists = [t.op for t in op.inputs if t.op.type == "TensorListFromTensor" and step_of(op)]
     return max((made.inputs[0].shape[0] or 1 for made in lists), default=1)

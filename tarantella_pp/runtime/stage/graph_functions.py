@@ -143,7 +143,7 @@ class SubgraphExtractor:
             graph = tf.compat.v1.get_default_graph()
             known = {n: graph.capture(v) for n, v in self._captures.items() if n in used}
             known |= {name: value for name, value in given.items() if name in used}
-            part = self._part(nodes, waits or {})  # made only of what is called
+            part = self._part(nodes, waits or {})  # made only if it is called
             imported = tf.graph_util.import_graph_def(
                 part, input_map=known, return_elements=inner, name="part"
             )

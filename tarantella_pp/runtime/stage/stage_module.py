@@ -136,8 +136,8 @@ class StageModule:
         """Runs the nodes on one micro-batch."""
         gathers = contextlib.nullcontext() if tried else self.statistics.gathered(self.layer)
         with gathers:
-            told = None if self.layer.knows_no_training else training
-            outputs, losses = self.layer(inputs, training=told)
+            given = None if self.layer.knows_no_training else training
+            outputs, losses = self.layer(inputs, training=given)
         dtype = keras.config.floatx()
         self.added_by[training] = tuple(name for name, _ in losses)
         added = [tf.cast(tf.reduce_sum(loss), dtype) for _, loss in losses]

@@ -1,7 +1,7 @@
 """Sparse gradients: rows of a table that samples choose, and rows that none has a say in.
 
 Keras' optimizers treat slices one by one. So rows that samples choose, such as words, are put one
-behind the other, as those of a whole batch are. Rows that are read whatever the samples are, such
+behind the other, as in a whole batch. Rows that are read whatever the samples are, such
 as positions, are there once for a batch: they add up. On their way these are marked, with indices
 behind the end of the table:
 

@@ -149,6 +149,11 @@ class LayerInside:
         return None if self._found is None else self._found[1].results
 
     @property
+    def num_results(self) -> int | None:
+        """How many results, `None` among them, the call has; `None` where nobody saw it."""
+        return None if self._found is None else len(tree.flatten(self._found[0].root.result))
+
+    @property
     def unmasked(self) -> set[int]:
         """Keys of the arguments whose masks the call deletes, where its results are known."""
         traces = [] if self._found is None else self._found[1].traces

@@ -171,6 +171,15 @@ def step_by_step():
     return keras.Model(inputs, layers.Lambda(lambda x: len(range(ops.shape(x)[0])) * x, (3,))(x))
 
 
+def deep():
+    class Aux(layers.Layer):
+        def call(self, x, training=False):
+            return (x, 2 * x) if training else x
+
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, Aux(name="aux")(inputs))
+
+
 def optional():
     a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b", optional=True)
 
@@ -196,6 +205,7 @@ def optional():
         (sparse, "sparse.*Make it dense"),
         (string, "string.*data pipeline"),
         (optional, "'b' is optional"),
+        (deep, r"Layer 'aux' returns another number .*training \(2\).*\(1, on.*Return the same"),
         (step_by_step, "as an integer.*Call it on some samples first"),
     ],
 )

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.cause import describe
 from tarantella_pp.custom_steps.step_trace import StepTrace
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime.probes.linearity import is_zero, nonlinear, uses_of_sums
@@ -102,12 +103,19 @@ class StepProbe:
         )
         self._probe = self._make()
 
-    def run(self, tensors: Sequence[tf.Tensor]) -> None:
+    def run(self, tensors: Sequence[tf.Tensor], what: str) -> None:
         """Tries the step with samples of a batch, as they are and changed."""
         given = max((int(tensor.shape[0]) for tensor in tensors), default=0)
         rows = min(given // 3 * 3 or _LEAST_ROWS, _MOST_ROWS)
         samples = Samples(rows, [some_rows(tensor, rows) for tensor in tensors])
-        self._take(self._probe.compare(samples))
+        try:
+            self._take(self._probe.compare(samples))
+        except tf.errors.OpError as error:
+            self._probe.run(samples.tensors)  # which fails as plain Keras would, if all do
+            raise UnsupportedModelError(
+                f"{what} looks at several samples together: it does not run with some samples of "
+                f"the first batch alone, as replicas would ({describe(error)}). {_ADVICE}"
+            ) from error
         # What depends on what there was before shows itself from the second time on.
         for change, sizes in _CHANGES:
             with contextlib.suppress(tf.errors.OpError):  # content that it does not take
@@ -170,7 +178,7 @@ def found_kinds(
 ) -> StepKinds:
     """Tries a step, and chooses how to combine its values."""
     probe = StepProbe(trace)
-    probe.run(tensors)
+    probe.run(tensors, what)
     numbers = range(len(trace.updates))
     return StepKinds(
         [_gradients(trace, probe, number, what) for number in numbers],

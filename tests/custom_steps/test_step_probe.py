@@ -220,6 +220,12 @@ def of_some(model, x, y, predicted):
     return tf.reduce_mean(tf.boolean_mask(tf.square(predicted - y), y[:, 0] < 1e6))
 
 
+def of_hardest(model, x, y, predicted):
+    """Takes those samples of a batch that are farthest off."""
+    worst = tf.math.top_k(tf.reduce_mean(tf.square(predicted - y), axis=1), 5)
+    return tf.reduce_mean(worst.values)
+
+
 def of_many(model, x, y, predicted):
     """Divides by degrees of freedom, which three samples do not have."""
     return tf.reduce_sum(tf.square(predicted - y)) / tf.cast(tf.shape(y)[0] - 3, y.dtype)
@@ -244,6 +250,7 @@ MIXED = "gradients that train_step applies .* mix samples"
         (LargestSeen, SGD, "writes '.*largest.*' with what mixes samples"),
         (lambda: LargestSeen(1e6), SGD, "writes '.*largest.*' with what mixes samples"),
         (variant(logs=in_a_function), SGD, "writes '.*total.*' with what mixes samples"),
+        (losing(of_hardest), SGD, "does not run with some samples .* needed 5.*one value for each"),
         (losing(of_many), SGD, "are not finite for some samples .* by themselves"),
         (losing(of_nothing), SGD, "are zero for samples of the first batch"),
         (

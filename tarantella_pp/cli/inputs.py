@@ -91,9 +91,9 @@ def is_graph(source: str) -> bool:
 def build_model(source: str) -> Any:
     """Makes the Keras model that a MODEL names."""
     if source.endswith(".keras"):
-        path = _saved(source)
+        _config(source)  # for Keras would say of a damaged one that it is not there
         with quiet_keras(source) as keras:
-            return keras.models.load_model(path, compile=False)
+            return keras.models.load_model(source, compile=False)
     if ":" in source:
         return _called(source)
     if source.isidentifier():
@@ -107,18 +107,18 @@ def build_without_weights(source: str) -> Any:
         from tarantella_pp.partition.node_link import load_graph
 
         return load_graph(existing_file(source))
-    is_saved, script = source.endswith(".keras"), source.rpartition(":")[0]
-    if is_saved:  # before what takes seconds is loaded
-        _saved(source)
+    config, script = None, source.rpartition(":")[0]
+    if source.endswith(".keras"):  # before what takes seconds is loaded
+        config = _config(source)
     elif script.endswith(".py"):
         existing_file(script)
     with quiet_keras(f"keras.applications.{source}" if source.isidentifier() else source):
         from tarantella_pp.models.deferred_init import described_model, only_shapes
     with only_shapes():
-        if not is_saved:
+        if config is None:
             return build_model(source)
         with quiet_keras(source):
-            return described_model(_config(source))
+            return described_model(config)
 
 
 def optimizer_of(source: str, model: Any) -> Any:
@@ -131,20 +131,16 @@ def optimizer_of(source: str, model: Any) -> Any:
         return None if optimizer is None else keras.optimizers.get(optimizer)
 
 
-def _saved(file: str) -> Path:
+def _config(file: str) -> dict[str, Any]:
+    """The configuration in a `.keras` file."""
     path = existing_file(file)
     try:
-        _config(file)
-    except (zipfile.BadZipFile, KeyError, ValueError):  # Keras would say that it is not there
+        with zipfile.ZipFile(path) as archive:
+            config: dict[str, Any] = json.loads(archive.read("config.json"))  # may have Infinity
+    except (zipfile.BadZipFile, KeyError, ValueError):
         raise ConfigurationError(
             f"{file!r} is damaged, or no .keras file: save it again."
         ) from None
-    return path
-
-
-def _config(file: str) -> dict[str, Any]:
-    with zipfile.ZipFile(file) as archive:
-        config: dict[str, Any] = json.loads(archive.read("config.json"))  # may have Infinity
     return config
 
 

@@ -48,8 +48,8 @@ class Executor:
         self.recorder = recorder
         self._stages = stages
         self._messages = messages
-        self._activations: dict[Message, Sequence[tf.Tensor]] = {}
-        self._gradients: dict[Message, Sequence[tf.Tensor]] = {}
+        # Activations and gradients, until they are sent or used on this rank.
+        self._kept: dict[tuple[Direction, Message], Sequence[tf.Tensor]] = {}
         self._awaited: dict[tuple[Direction, Message], Transfer] = {}
 
     def run(self, schedule: Schedule, step: BatchStep) -> None:
@@ -57,8 +57,7 @@ class Executor:
         self.clear()
         program = schedule.actions[self._messages.communicator.rank]
         window = send_window(schedule.name, schedule.num_stages, schedule.num_ranks)
-        transfers = [action for action in program if isinstance(action, Transfer)]
-        receives = [action for action in transfers if action.operation == "R"]
+        receives = [a for a in program if isinstance(a, Transfer) and a.operation == "R"]
         self._messages.begin(receives, step.sizes, window)
         forwards_left = sum(isinstance(a, Compute) and a.kind == "F" for a in program)
         reduces = False
@@ -92,8 +91,7 @@ class Executor:
 
     def clear(self) -> None:
         """Drops the values of a step that did not end."""
-        self._activations.clear()
-        self._gradients.clear()
+        self._kept.clear()
         self._awaited.clear()
 
     def _transfer(self, action: Transfer) -> None:
@@ -104,8 +102,7 @@ class Executor:
             return
         start = time.perf_counter()
         # Popped: what was sent is the message's, and its memory is free once it has left.
-        kept = self._activations if action.direction == "F" else self._gradients
-        self._messages.send(action, kept.pop(action.message))
+        self._messages.send(action, self._kept.pop((action.direction, action.message)))
         self.recorder.spans.append(Span(action, start, time.perf_counter()))
 
     def _await_messages(self, boundary: StageBoundary, action: Compute) -> list[tf.Tensor]:
@@ -125,7 +122,7 @@ class Executor:
         """The tensors of a message: from this rank, or from another once they are here."""
         action = self._awaited.pop((direction, message), None)
         if action is None:
-            return (self._activations if direction == "F" else self._gradients).pop(message)
+            return self._kept.pop((direction, message))
         start = time.perf_counter()
         arrived = self._messages.receive(action)
         self.recorder.spans.append(Span(action, start, time.perf_counter()))
@@ -143,7 +140,7 @@ class Executor:
                 outputs, added = stage.evaluate(inputs, step.share(key), step.predicts)
         values: Values = dict(zip(boundary.outputs, outputs, strict=True))
         for edge in boundary.sends:
-            self._activations[edge.source, edge.target, key] = _pick(values, edge.tensors)
+            self._kept["F", (edge.source, edge.target, key)] = _pick(values, edge.tensors)
         if added is not None:
             step.add(boundary.index, key, added)
         if boundary.model_outputs:
@@ -169,7 +166,7 @@ class Executor:
         for edge in boundary.receives:
             if edge.gradients:
                 message = (edge.target, edge.source, key)
-                self._gradients[message] = _pick(gradients, edge.gradients)
+                self._kept["B", message] = _pick(gradients, edge.gradients)
 
 
 def _pick(values: Values, tensors: Sequence[BoundaryTensor]) -> list[tf.Tensor]:

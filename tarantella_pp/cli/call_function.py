@@ -26,10 +26,12 @@ from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, LaunchError, checked_count
 from tarantella_pp.launch.mpi_launchers import find_launcher
 from tarantella_pp.launch.processes import die_with_parent, sweep
-from tarantella_pp.launch.records import SIZE_VARIABLE
+from tarantella_pp.launch.records import RANK_VARIABLE, SIZE_VARIABLE, number_from
 
 # How long a job may take to end that is interrupted here.
 _END_SECONDS = 15.0
+# The first argument of this file where a rank runs it; the job's own process has a number.
+_CALLED = "called"
 
 
 def run(function: Callable[..., Any], ranks: int = 4, *args: Any) -> Any:
@@ -150,10 +152,40 @@ def _start() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     die_with_parent(int(parent), signal.SIGINT)
     *paths, said = [f"/proc/{parent}/fd/{number}" for number in numbers]
-    call = ["-n", ranks, "--", "-m", "tarantella_pp.launch.called_function", *paths]
+    call = ["-n", ranks, "--", "-m", "tarantella_pp.cli.call_function", _CALLED, *paths]
     with open(said, "w", errors="backslashreplace") as ours, contextlib.redirect_stderr(ours):
         return main(call)
 
 
+def _called(given: str, found: str) -> None:
+    """What a rank runs: calls the function in one file; the last rank writes into the other."""
+    try:
+        with open(given, "rb") as file:
+            function, args = pickle.load(file)  # noqa: S301 - `tnt.run` has written it
+    except FileNotFoundError as error:
+        raise LaunchError(
+            "tnt.run calls a function on ranks of this host only. Start a script on several hosts "
+            "with `tarantella`."
+        ) from error
+    result = function(*args)
+    size = int(os.environ[SIZE_VARIABLE])
+    if size == 1 or number_from(RANK_VARIABLE) == size - 1:
+        import cloudpickle
+
+        try:
+            text = cloudpickle.dumps(result)
+            pickle.loads(text)  # noqa: S301 - as the caller will
+        except Exception as error:
+            raise LaunchError(
+                f"What the function returns cannot be sent back ({type(error).__name__}: {error}). "
+                "Return arrays, numbers, texts, lists and dicts of them."
+            ) from error
+        with open(found, "wb") as file:
+            file.write(text)
+
+
 if __name__ == "__main__":
-    sys.exit(_start())
+    if sys.argv[1] == _CALLED:
+        _called(*sys.argv[2:])
+    else:
+        sys.exit(_start())

@@ -16,12 +16,7 @@ from tarantella_pp.files import replace_file
 from tarantella_pp.internals.model_files import called_by_writer, twin_of
 from tarantella_pp.models.keras_file import KerasFile, read_state, read_weights, write_plain
 from tarantella_pp.models.model_validation import check_one_file, check_overwrite, path_of
-from tarantella_pp.runtime.comm.collective import (
-    collective,
-    contents_of,
-    digest,
-    on_all_ranks,
-)
+from tarantella_pp.runtime.comm.collective import collective, contents_of, digest, on_all_ranks
 from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.weights import remote_variables
 from tarantella_pp.runtime.weights.optimizer_state import OptimizerState, StateShare

@@ -33,7 +33,7 @@ from tarantella_pp.partition.options import (
 from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec, machine_of, machines
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan_search import WORTHWHILE, PlanSearch, choose_plan, infeasible
-from tarantella_pp.partition.planner import LOOPS, Planner
+from tarantella_pp.partition.planner import Planner
 from tarantella_pp.partition.profile import Profile
 from tarantella_pp.runtime.weights.optimizer_probe import looks_at_wholes
 from tarantella_pp.schedule import V_SHAPED, Schedule, ScheduleSpec, read_schedule
@@ -289,7 +289,7 @@ def _further(
     bandwidth = math.inf if planner.machine is None else planner.machine.bandwidth or math.inf
     slow = [shape for shape in shapes if bandwidth < SLOW_LINK and shape[0] == shape[2] > 1]
     found = _searches(planner, replace(options, schedule="eager-1f1b"), None, slow)
-    if options.memory_limit is None or _has_loops(planner):
+    if options.memory_limit is None or any(planner.loops):
         return found
     rank_limit = None
     if options.num_stages is None and options.stages_per_rank is None:
@@ -380,13 +380,9 @@ def _schedules(options: PlanOptions, planner: Planner, stages: int, ranks: int) 
     if stages > ranks > 1:
         return ("interleaved", "1f1b")
     # B before W helps only ranks that wait for B, and what B makes again is there until W.
-    if ranks == 1 or options.recompute not in (None, "none") or _has_loops(planner):
+    if ranks == 1 or options.recompute not in (None, "none") or any(planner.loops):
         return ("1f1b",)
     return ("zb-h1", "1f1b")
-
-
-def _has_loops(planner: Planner) -> bool:
-    return any(node.kind in LOOPS for node in planner.graph.nodes)
 
 
 def _shapes(options: PlanOptions, per_rank: int, operations: int) -> list[Shape]:

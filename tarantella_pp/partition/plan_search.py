@@ -29,7 +29,7 @@ from tarantella_pp.partition.plan.plan_simulation import (
 )
 from tarantella_pp.partition.plan.stage_costs import ways_to_less_memory
 from tarantella_pp.partition.planner import WORTHS, Planner
-from tarantella_pp.schedule import BEFORE_SEARCH, SEARCHED, ScheduleSpec
+from tarantella_pp.schedule import ScheduleSpec
 
 # Seconds of the processor after which no more is tried.
 PATIENCE = 60.0
@@ -173,9 +173,8 @@ class PlanSearch:
 
     def timed(self, plan: Plan) -> Timed:
         """Plays a step of a plan; a schedule that is searched for counts as it is before."""
-        name = BEFORE_SEARCH if plan.schedule == SEARCHED else plan.schedule
         machine = plan.machine or HardwareSpec()
-        simulation = PlanSimulation(plan, machine, name, plan.num_micro_batches)
+        simulation = PlanSimulation(plan, machine, self.spec.named, plan.num_micro_batches)
         try:
             step = simulation.step(self.spec.num_ranks)
         except ScheduleError:  # too large to be played

@@ -94,6 +94,11 @@ class Planner:
         slots = optimizer_state_bytes(optimizer, graph.weights)
         return cls(name, graph, optimizer_name(optimizer), slots, profile, machine, assignment)
 
+    @cached_property
+    def loops(self) -> list[bool]:
+        """Which nodes are loops."""
+        return [node.kind in LOOPS for node in self.graph.nodes]
+
     @property
     def least_rows(self) -> int:
         """Samples that a micro-batch keeps, where the number of micro-batches is open."""
@@ -161,10 +166,9 @@ class Planner:
 
         `None` leaves the stages that do so as they are; loops never run again.
         """
-        loops = [node.kind in LOOPS for node in self.graph.nodes]
-        if worth is None and not (options.recompute and any(loops)):
+        if worth is None and not (options.recompute and any(self.loops)):
             return options
-        worths = [options.flops_per_byte if loop else worth or EVERYTHING for loop in loops]
+        worths = [options.flops_per_byte if loop else worth or EVERYTHING for loop in self.loops]
         made = options.recomputing(worths)
         return made if worth else msgspec.structs.replace(made, recompute=options.recompute)
 

@@ -23,7 +23,7 @@ _PUBLIC = {
     "models.make_plan": ("make_plan",),
     "models.pipeline_model": ("PipelineModel",),
     "models.profiler": ("profile",),
-    "runtime.comm.ranks": (
+    "runtime.comm.communicator": (
         "barrier", "get_master_rank", "get_rank", "get_size", "init", "is_master_rank",
     ),
     "partition.profile": ("Profile",),

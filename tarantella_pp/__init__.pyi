@@ -15,11 +15,11 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec as HardwareS
 from tarantella_pp.partition.plan.hardware_spec import machines as machines
 from tarantella_pp.partition.plan.plan import Plan as Plan
 from tarantella_pp.partition.profile import Profile as Profile
-from tarantella_pp.runtime.comm.ranks import barrier as barrier
-from tarantella_pp.runtime.comm.ranks import get_master_rank as get_master_rank
-from tarantella_pp.runtime.comm.ranks import get_rank as get_rank
-from tarantella_pp.runtime.comm.ranks import get_size as get_size
-from tarantella_pp.runtime.comm.ranks import init as init
-from tarantella_pp.runtime.comm.ranks import is_master_rank as is_master_rank
+from tarantella_pp.runtime.comm.communicator import barrier as barrier
+from tarantella_pp.runtime.comm.communicator import get_master_rank as get_master_rank
+from tarantella_pp.runtime.comm.communicator import get_rank as get_rank
+from tarantella_pp.runtime.comm.communicator import get_size as get_size
+from tarantella_pp.runtime.comm.communicator import init as init
+from tarantella_pp.runtime.comm.communicator import is_master_rank as is_master_rank
 
 __version__: str

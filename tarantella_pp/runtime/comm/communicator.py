@@ -50,6 +50,7 @@ class Communicator(Channel):
 
     def __init__(self) -> None:
         self.rank, self.size, self.world_ranks = 0, 1, (0,)
+        self._outgoing = []
 
     @classmethod
     def of(cls, process: Process, comm: Any, group: int, largest_tag: int) -> Communicator:
@@ -73,11 +74,6 @@ class Communicator(Channel):
         """Surrounds a computation, while which messages may move on and no method may be called."""
         background = None if self.is_alone else self.process.background
         return background or contextlib.nullcontext()
-
-    def flush(self) -> None:
-        """Waits until everything that was sent has left this rank."""
-        if not self.is_alone:
-            super().flush()
 
     def barrier(self) -> None:
         """Waits until every rank of the group has come here."""
@@ -251,6 +247,51 @@ def world() -> Communicator:
         launch = detect_launch()
         _world = Communicator() if launch is None or launch.size == 1 else _join(launch)
     return _world
+
+
+def init() -> None:
+    """Joins the other ranks of the job.
+
+    Optional: whatever needs the ranks joins them first. Called at the top of a script, it
+    reports a job that was started wrongly before any work is done.
+
+    Raises:
+        LaunchError: Several processes were started, but they do not find each other.
+    """
+    world()
+
+
+def get_rank() -> int:
+    """Returns the number of this process in the job, from 0; 0 if it is the only one."""
+    return world().rank
+
+
+def get_size() -> int:
+    """Returns the number of ranks of the job; 1 for a script under plain `python`."""
+    return world().size
+
+
+def get_master_rank() -> int:
+    """Returns the rank that prints and saves: the last one.
+
+    It owns the last stage of the pipeline, where the loss and the metrics are computed.
+    """
+    return world().size - 1
+
+
+def is_master_rank() -> bool:
+    """Returns whether this process is the one that prints and saves; true without other ranks."""
+    return world().prints
+
+
+def barrier() -> None:
+    """Waits until every rank of the job has come here; returns at once if there is only one.
+
+    Raises:
+        ConfigurationError: On all ranks, if one makes another call instead, or ends.
+    """
+    with world().call("tnt.barrier"):
+        pass
 
 
 def ranks_at_first() -> int:

@@ -31,6 +31,7 @@ from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.plan.stage_costs import StageCostModel
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.schedule import (
+    Compute,
     Costs,
     LinkCosts,
     StageCosts,
@@ -40,7 +41,6 @@ from tarantella_pp.schedule import (
     search_schedule,
     simulate,
 )
-from tarantella_pp.schedule.actions import Compute
 
 GIB = 2**30
 EFFECTIVE = 0.8 * (machines["p40"].memory_bandwidth or 0.0)

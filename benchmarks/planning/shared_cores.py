@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
-from tarantella_pp.schedule import ScheduleSpec
-from tarantella_pp.schedule.actions import Compute
+from tarantella_pp.schedule import Compute, ScheduleSpec
 
 
 def shared_step_seconds(simulation: PlanSimulation, cores: int) -> float:

@@ -12,24 +12,24 @@ The list of actions that is validated and drawn is the one that runs.
 
 from __future__ import annotations
 
-from tarantella_pp.schedule.actions import Action as Action
-from tarantella_pp.schedule.actions import Compute as Compute
-from tarantella_pp.schedule.actions import Direction as Direction
-from tarantella_pp.schedule.actions import Kind as Kind
-from tarantella_pp.schedule.actions import Link as Link
-from tarantella_pp.schedule.actions import Message as Message
-from tarantella_pp.schedule.actions import Operation as Operation
-from tarantella_pp.schedule.actions import Reduce as Reduce
-from tarantella_pp.schedule.actions import Transfer as Transfer
-from tarantella_pp.schedule.actions import parse_action as parse_action
 from tarantella_pp.schedule.generators import SCHEDULE_NAMES as SCHEDULE_NAMES
 from tarantella_pp.schedule.generators import V_SHAPED as V_SHAPED
 from tarantella_pp.schedule.generators import make_schedule as make_schedule
 from tarantella_pp.schedule.lowering import lower as lower
 from tarantella_pp.schedule.lowering import reductions as reductions
 from tarantella_pp.schedule.lowering import validate as validate
+from tarantella_pp.schedule.schedule import Action as Action
+from tarantella_pp.schedule.schedule import Compute as Compute
+from tarantella_pp.schedule.schedule import Direction as Direction
 from tarantella_pp.schedule.schedule import HeldAgain as HeldAgain
+from tarantella_pp.schedule.schedule import Kind as Kind
+from tarantella_pp.schedule.schedule import Link as Link
+from tarantella_pp.schedule.schedule import Message as Message
+from tarantella_pp.schedule.schedule import Operation as Operation
+from tarantella_pp.schedule.schedule import Reduce as Reduce
 from tarantella_pp.schedule.schedule import Schedule as Schedule
+from tarantella_pp.schedule.schedule import Transfer as Transfer
+from tarantella_pp.schedule.schedule import parse_action as parse_action
 from tarantella_pp.schedule.schedule_search import search_schedule as search_schedule
 from tarantella_pp.schedule.simulator import Costs as Costs
 from tarantella_pp.schedule.simulator import Event as Event

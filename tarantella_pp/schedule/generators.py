@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from tarantella_pp.errors import ScheduleError, checked_count
-from tarantella_pp.schedule.actions import Compute, Kind
 from tarantella_pp.schedule.players import GapFiller, Orders, merge
-from tarantella_pp.schedule.schedule import Schedule, checked_placement
+from tarantella_pp.schedule.schedule import Compute, Kind, Schedule, checked_placement
 
 # Two stages on each rank: down the ranks and up again.
 V_SHAPED = ("zb-v", "v-half", "v-min")

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import (
+from tarantella_pp.schedule.players import Replay
+from tarantella_pp.schedule.schedule import (
     Action,
     Compute,
     Direction,
@@ -16,10 +17,9 @@ from tarantella_pp.schedule.actions import (
     Link,
     Operation,
     Reduce,
+    Schedule,
     Transfer,
 )
-from tarantella_pp.schedule.players import Replay
-from tarantella_pp.schedule.schedule import Schedule
 
 _KINDS: tuple[Kind, ...] = ("F", "R", "B", "W")
 

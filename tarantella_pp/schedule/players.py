@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from tarantella_pp.schedule.actions import Action, Compute, Kind, Message, Transfer
+from tarantella_pp.schedule.schedule import Action, Compute, Kind, Message, Transfer
 
 Orders: TypeAlias = tuple[tuple[Compute, ...], ...]
 Preference: TypeAlias = Callable[[Compute], tuple[Any, ...]]

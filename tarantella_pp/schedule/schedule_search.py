@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Compute, Kind, Link, Transfer
 from tarantella_pp.schedule.generators import (
     V_SHAPED,
     check_counts,
@@ -19,7 +18,7 @@ from tarantella_pp.schedule.generators import (
 )
 from tarantella_pp.schedule.lowering import lower, parts_of
 from tarantella_pp.schedule.players import ListScheduler
-from tarantella_pp.schedule.schedule import Schedule
+from tarantella_pp.schedule.schedule import Compute, Kind, Link, Schedule, Transfer
 from tarantella_pp.schedule.simulator import Costs, StepTimeline, simulate
 from tarantella_pp.schedule.spec import SEARCHED
 

@@ -9,10 +9,9 @@ from functools import cached_property
 from typing import NamedTuple, get_args
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Action, Compute, Kind, Link, Message, Transfer
 from tarantella_pp.schedule.lowering import reductions
 from tarantella_pp.schedule.players import Replay
-from tarantella_pp.schedule.schedule import Schedule
+from tarantella_pp.schedule.schedule import Action, Compute, Kind, Link, Message, Schedule, Transfer
 
 _FILL = {"F": ">", "R": "+", "B": "<", "W": "=", "BW": "<"}
 

@@ -15,10 +15,9 @@ from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork, roofline_seconds
 from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import StagePlan
-from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.generators import V_SHAPED
 from tarantella_pp.schedule.lowering import lower
-from tarantella_pp.schedule.schedule import HeldAgain, Schedule
+from tarantella_pp.schedule.schedule import HeldAgain, Link, Schedule
 from tarantella_pp.schedule.schedule_search import repeat_in_bubbles, search_schedule
 from tarantella_pp.schedule.simulator import Costs, LinkCosts, StageCosts, StepTimeline, simulate
 from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec

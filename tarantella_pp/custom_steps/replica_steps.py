@@ -45,11 +45,7 @@ class StepFeed(DataFeed):
     def _opened(self, data: Any) -> tuple[list[tf.Tensor], list[tf.Tensor], tuple[Any, Any]]:
         structure, leaves = describe(data)
         tensors = [tf.convert_to_tensor(dense(leaf, "data")) for leaf in leaves]
-        if len({int(tensor.shape[0]) for tensor in tensors}) != 1:
-            raise ConfigurationError(
-                "Each replica takes its samples of a batch, which are along the first dimension of "
-                f"all tensors in it. Received: shapes {[list(t.shape) for t in tensors]}"
-            )
+        self._check_rows(tensors)
         return tensors, [], (structure, None)
 
     def _wanted(self, need: Need, count: int) -> Sequence[int]:

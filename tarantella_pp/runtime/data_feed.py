@@ -208,7 +208,19 @@ class DataFeed:
         y_struct, y_leaves = describe(y)
         w_struct, w_leaves = describe(weight)
         targets = [tf.convert_to_tensor(dense(t, "a target")) for t in (*y_leaves, *w_leaves)]
+        self._check_rows([*inputs, *targets])
         return inputs, targets, (y_struct, w_struct)
+
+    def _check_rows(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Refuses what has not one row of each tensor for each sample, unless one rank has all."""
+        parts = self._shares(int(tensors[0].shape[0]))[0].sizes if tensors else ()
+        uneven = len({int(tensor.shape[0]) for tensor in tensors}) > 1
+        if uneven and (len(parts) > 1 or self._communicator.size > 1):
+            raise ConfigurationError(
+                "Ranks and micro-batches take their samples of a batch, which are along the first "
+                "dimension of all tensors in it: train on one rank, with num_micro_batches=1. "
+                f"Received: shapes {[[*t.shape] for t in tensors]}"
+            )
 
     def _wanted(self, need: Need, count: int) -> Sequence[int]:
         """The inputs that a rank gets, out of `count`; with steps of the user's own it is all."""

@@ -81,7 +81,7 @@ def test_strategies_of_tensorflow_are_refused():
     assert model.fit(X[:8], Y[:8], verbose=0).history
 
 
-def test_data_that_is_not_dense_is_refused():
+def test_data_without_a_dense_row_for_each_sample_is_refused():
     inputs = keras.Input((None,))
     model = keras.Model(inputs, layers.Dense(1)(ops.mean(inputs, axis=1, keepdims=True)))
     model = PipelineModel(model, **CUT)
@@ -91,6 +91,8 @@ def test_data_that_is_not_dense_is_refused():
         model.fit(ragged, Y[:, :1], verbose=0)
     with pytest.raises(UnsupportedModelError, match="a target that is a RaggedTensor"):
         model.fit(X, ragged, verbose=0)
+    with pytest.raises(ConfigurationError, match="samples of a batch, .*num_micro_batches=1"):
+        model.train_on_batch(X, Y[:1])
     assert model.fit(X, Y[:, :1], verbose=0).history
 
 

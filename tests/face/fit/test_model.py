@@ -91,7 +91,7 @@ def test_data_without_a_dense_row_for_each_sample_is_refused():
         model.fit(ragged, Y[:, :1], verbose=0)
     with pytest.raises(UnsupportedModelError, match="a target that is a RaggedTensor"):
         model.fit(X, ragged, verbose=0)
-    with pytest.raises(ConfigurationError, match="samples of a batch, .*num_micro_batches=1"):
+    with pytest.raises(ConfigurationError, match=r"samples of a batch, .*num_micro_batches=1"):
         model.train_on_batch(X, Y[:1])
     assert model.fit(X, Y[:, :1], verbose=0).history
 

@@ -61,6 +61,8 @@ class ReplicaError(TarantellaError, RuntimeError):
     """Replicas of a model, which must have the same weights, have not."""
 
 
+# What to do where a batch cannot be cut.
+UNCUT = "Use a PipelineModel with num_micro_batches=1 and num_replicas=1"
 # What users of Tarantella are used to pass, and what they mean here.
 _OF_TARANTELLA = {
     "num_pipeline_stages": "Here that is num_micro_batches.",

@@ -52,7 +52,7 @@ _LEAST_ROWS, _MOST_ROWS = 6, 48
 _DISTURBED = (1.0, 1e3)
 
 _ADVICE = (
-    "Compute a loss that is a mean (or a sum) of one value for each sample. "
+    "Compute a loss that is a mean of one value for each sample (or a sum, without other terms). "
     "Clip with the optimizer's clipnorm, global_clipnorm or clipvalue, which see the whole batch, "
     "or train in one process."
 )
@@ -199,7 +199,7 @@ def _gradients(trace: StepTrace, probe: StepProbe, number: int, what: str) -> li
     of_weights = all(t.op not in trace.of_samples or is_zero(t) for t in dense)
     wrong, advice = None, _ADVICE
     if strange:
-        wrong = f"mix samples: that of '{strange[0]}' and {len(strange) - 1} more, {_NEITHER}"
+        wrong = f"mix samples or add to a sum ('{strange[0]}', {len(strange) - 1} more): {_NEITHER}"
     elif kinds and number not in probe.finite:
         wrong = "are not finite for some samples of the first batch by themselves"
         advice = "Compute each sample's loss by itself, or begin with a smaller loss scale."
@@ -274,8 +274,8 @@ def _state(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
         kind = None if bends else chosen(kinds, order)
         if kind is None:
             raise UnsupportedModelError(
-                f"{what} writes '{variable.name}' with what mixes samples: it is {_NEITHER}. Keep "
-                "it in a metric that adds up, such as keras.metrics.Mean, or leave it out."
+                f"{what} writes '{variable.name}' with what mixes samples: it is {_NEITHER}. Take "
+                "tf.reduce_mean of the samples, keep it in a keras.metrics.Mean, or leave it out."
             )
         found.append(kind)
     return found

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.errors import ConfigurationError, UnsupportedModelError, checked_count
+from tarantella_pp.errors import UNCUT, ConfigurationError, UnsupportedModelError, checked_count
 from tarantella_pp.internals.functional import stateful_layers
 from tarantella_pp.internals.training import batch_norms, strategy_of, warn_of_statistics
 from tarantella_pp.models.training_loops import TrainingLoops
@@ -125,8 +125,7 @@ def check_micro_batches(extracted: ExtractedModel, num_micro_batches: int) -> No
     reason = needs_whole_batch(extracted) if num_micro_batches > 1 else ""
     if reason:
         raise UnsupportedModelError(
-            f"{reason}. Use num_micro_batches=1 and num_replicas=1. Received: {num_micro_batches} "
-            "micro-batches, of all replicas"
+            f"{reason}. {UNCUT}. Received: {num_micro_batches} micro-batches, of all replicas"
         )
 
 

@@ -110,8 +110,8 @@ class Planner:
         nodes = len(self.graph.nodes)
         if num_stages > nodes:
             raise ConfigurationError(
-                f"Model '{self.model}' has {nodes} operations, so it can have at most {nodes} "
-                f"stages. Received: num_stages={num_stages}"
+                f"Model '{self.model}' has too few operations. Use at most num_stages={nodes}, and "
+                f"replicas (num_replicas) for more ranks. Received: num_stages={num_stages}."
             )
 
     def costs(self, options: Settings) -> StageCostModel:

@@ -74,7 +74,7 @@ class DataCursor:
 
     def read(self) -> Iterator[Any]:
         """Reads when the first batch is asked for; what a data set shuffles it draws at once."""
-        dataset = begun = failure = None
+        begun = None
         try:
             dataset = self._opened()
             if self.kind == TF_DATA:
@@ -82,14 +82,12 @@ class DataCursor:
                 self._passes += 1
                 self._is_unread = True
         except Exception as error:
-            failure = error
-        return self._read(dataset, begun, failure)
+            dataset = error
+        return self._read(dataset, begun)
 
-    def _read(
-        self, dataset: Any, begun: Iterator[Any] | None, failure: Exception | None
-    ) -> Iterator[Any]:
-        if failure is not None:  # with the first batch, when the others hear of it
-            raise failure
+    def _read(self, dataset: Any, begun: Iterator[Any] | None) -> Iterator[Any]:
+        if isinstance(dataset, Exception):  # raised with the first batch, when others hear of it
+            raise dataset
         skips = self._begin(is_counted=begun is not None)
         for batch in itertools.islice(begun or iter(dataset), skips or 0, None):
             self.batches += 1

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.errors import UNCUT, UnsupportedModelError
 from tarantella_pp.internals.training import SecondLoss, compiled_loss, reduction_of, sample_values
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.probes.parts import MEAN, ROWS, SUM
@@ -192,5 +192,5 @@ def _check(
         raise UnsupportedModelError(
             f"Loss '{loss.name}' has values of the shape {tuple(values.shape)}, which is not one "
             "row for each sample: the shape of the targets does not fit the outputs' shape. "
-            "Reshape the targets, or use num_micro_batches=1 and num_replicas=1."
+            f"{UNCUT}, or reshape the targets."
         )

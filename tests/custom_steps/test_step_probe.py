@@ -239,7 +239,7 @@ MIXED = "gradients that train_step applies .* mix samples"
     ("build", "optimizer", "message"),
     [
         (losing(lambda _, x, y, predicted: contrastive(predicted, y)), SGD, MIXED),
-        (variant(reduce=staticmethod(tf.reduce_sum)), SGD, MIXED),  # and a penalty
+        (variant(reduce=staticmethod(tf.reduce_sum)), SGD, "mix samples or add to a sum"),
         (logging(lambda _, made: tf.math.reduce_std(made)), SGD, "returns as 'odd' mixes samples"),
         (logging(lambda loss, _: tf.minimum(loss, 1e6)), SGD, "returns as 'odd' mixes samples"),
         (
@@ -247,7 +247,7 @@ MIXED = "gradients that train_step applies .* mix samples"
             SGD, "returns as 'odd' mixes samples",
         ),
         (variant(logs=before_the_end), SGD, "returns as 'before' mixes samples"),
-        (LargestSeen, SGD, "writes '.*largest.*' with what mixes samples"),
+        (LargestSeen, SGD, "writes '.*largest.*' with what mixes samples.*reduce_mean"),
         (lambda: LargestSeen(1e6), SGD, "writes '.*largest.*' with what mixes samples"),
         (variant(logs=in_a_function), SGD, "writes '.*total.*' with what mixes samples"),
         (losing(of_hardest), SGD, "does not run with some samples .* needed 5.*one value for each"),

@@ -92,7 +92,7 @@ def test_options_that_are_left_open(options, micro_batches, in_flight):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_stages": 9}, "'tower' has 3 operations.*at most 3 stages.*num_stages=9"),
+        ({"num_stages": 9}, "'tower' .*at most num_stages=3, and replicas.*num_stages=9"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"num_replicas": 64}, "batch_size=32, num_replicas=64"),
         ({"balance": "speed"}, "one of .*'time', 'flops'.*Received: balance='speed'"),

@@ -311,13 +311,11 @@ class _Reader:
             removed, outputs = inside.unmasked, self._add_parts(call, opened, path)
         else:
             if not by_rule and inside.num_results not in (None, len(node.outputs)):
-                kind = "Model" if isinstance(node.operation, keras.Model) else "Layer"
                 raise UnsupportedModelError(
-                    f"{kind} '{node.operation.name}' returns another number of tensors in training "
-                    f"({inside.num_results}) than otherwise ({len(node.outputs)}, on keras.Input). "
-                    "Return the same in both: wrap a keras.Model that always has all outputs, and "
-                    "predict with one of the same layers that has fewer, or write a train_step "
-                    "(tnt.Model)."
+                    f"'{call.operation.name}' ({type(call.operation).__name__}) returns another "
+                    f"number of tensors in training ({inside.num_results}) than otherwise "
+                    f"({len(node.outputs)}, on keras.Input). Return all in both, and predict with "
+                    "another keras.Model of its layers, or write a train_step (tnt.Model)."
                 )
             if seen is None or len(seen) != len(node.outputs):
                 seen, removed = made_by_rule(node, given)

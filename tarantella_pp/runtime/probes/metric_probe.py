@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.errors import UNCUT, UnsupportedModelError
 from tarantella_pp.internals.functional import layer_metrics
 from tarantella_pp.internals.training import made_by_keras
 from tarantella_pp.partition.graph.calls import Call
@@ -147,7 +147,7 @@ def metric_means(
         if trace.reads(variable.value):
             raise UnsupportedModelError(
                 f"Layer '{layer}' computes with the value of its metric '{metric}', which changes "
-                "from micro-batch to micro-batch. Use num_micro_batches=1 and num_replicas=1."
+                f"from micro-batch to micro-batch. {UNCUT}."
             )
     variables = [variable.value for variable, *_ in metrics]
     # The first samples only: later ones may be the same once more, in another part.

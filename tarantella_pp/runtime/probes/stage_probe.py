@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.cause import describe
-from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.errors import UNCUT, UnsupportedModelError
 from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.internals.training import made_by_keras
 from tarantella_pp.partition.graph.calls import Call
@@ -95,7 +95,7 @@ class StageProbe:
                 # is not so again with samples that are a little larger.
                 self._refuse_coupled(trace, samples.changed(_larger))
             except tf.errors.InvalidArgumentError as error:  # one that takes no few samples
-                raise _takes_no_parts(error) from error
+                raise _takes_no_parts(error, self.module.layer) from error
             self.module.means[training] = metric_means(
                 self.module.layer.calls, trace, samples, self.num_replicas
             )
@@ -147,8 +147,7 @@ class StageProbe:
             raise UnsupportedModelError(
                 f"'{found.path}' is read in the forward pass that has just changed it, but takes "
                 f"in the whole batch, after all {num_micro_batches} micro-batches (of all "
-                "replicas). Read it before its layer is called, or use num_micro_batches=1 and "
-                "num_replicas=1."
+                f"replicas). {UNCUT}, or read it before its layer is called."
             )
         self.module.statistics.waits = False
 
@@ -185,7 +184,7 @@ class StageProbe:
                 self.module, specs_of(inputs), trace.training, trace.rows, differentiates=False
             )
         except Exception as error:  # of a layer that runs with all samples of a batch only
-            raise _takes_no_parts(error) from error
+            raise _takes_no_parts(error, self.module.layer) from error
         if (call := trace.first_other(known, inputs)) is not None:
             raise _mixes(call, [])
 
@@ -203,7 +202,7 @@ class StageProbe:
         except Exception as error:  # whatever a layer says that runs with this many samples only
             trace = ProbeTrace(self.module, specs_of(inputs), training, rows)
             if num_micro_batches > 1:
-                raise _takes_no_parts(error) from error
+                raise _takes_no_parts(error, self.module.layer) from error
             return trace
 
     def _batched(self, rows: int, inputs: Sequence[tf.Tensor]) -> list[bool]:
@@ -300,8 +299,7 @@ def _mixed(trace: ProbeTrace, call: Call | None, strange: Sequence[str]) -> Unsu
         f"'{chosen.name}' ({chosen.kind}) gives a shape that depends on what samples contain: it "
         "may be another one for some samples of a batch than for all, and whose rows these are "
         "cannot be known. Keep padding, and have rows that are picked put back in the same layer "
-        "or stage, as tf.tensor_scatter_nd_update and tf.dynamic_stitch do; or use "
-        "num_micro_batches=1 and num_replicas=1."
+        f"or stage, as tf.tensor_scatter_nd_update and tf.dynamic_stitch do. {UNCUT} otherwise."
     )
 
 
@@ -314,17 +312,18 @@ def _mixes(call: Call | None, strange: Sequence[str]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{what} mixes samples, or looks at the number of samples or at the place of one: its "
         f"{how} for some samples of a batch may change when they are alone, so in micro-batches "
-        "it would train something else than in one process. Use num_micro_batches=1 and "
-        "num_replicas=1, or a form of it that treats each sample by itself, with the samples along "
-        "the first dimension."
+        f"it would train something else than in one process. {UNCUT}, or a form of it that "
+        "treats each sample by itself, with the samples along the first dimension."
     )
 
 
-def _takes_no_parts(error: Exception) -> UnsupportedModelError:
+def _takes_no_parts(error: Exception, layer: Any) -> UnsupportedModelError:
+    said = describe(error)
+    what = place_of(said.rpartition("(node ")[2].partition(",")[0], layer)
     return UnsupportedModelError(
-        "A layer does not run with fewer samples than a batch has, as in micro-batches: "
-        f"{describe(error)}. Use num_micro_batches=1 and num_replicas=1, or make inputs without "
-        "batch_shape and let layers ask for keras.ops.shape(x)[0]."
+        f"{what if what.startswith('Layer') else 'A layer'} does not run with fewer samples than a "
+        f"batch has, as in micro-batches: {said}. {UNCUT}, or a form of it that treats each sample "
+        "by itself, and asks for keras.ops.shape(x)[0] of inputs without batch_shape."
     )
 
 
@@ -332,6 +331,6 @@ def _not_additive(name: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"Layer '{name}' adds a loss that is not to be recognized as a sum or a mean over the "
         "samples of the batch: what it is for some of them depends on others. In micro-batches it "
-        "would train something else than in one process. Use num_micro_batches=1 and "
-        "num_replicas=1, or add ops.sum or ops.mean of one value for each sample."
+        f"would train something else than in one process. {UNCUT}, or add ops.sum or ops.mean of "
+        "one value for each sample."
     )

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.errors import UNCUT, UnsupportedModelError
 from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.internals.training import global_seed, running_states
 from tarantella_pp.runtime.stage.graph_functions import frontier
@@ -54,9 +54,8 @@ def refuse_effects(function: Any, layer: Any, num_micro_batches: int, plain: boo
         elif num_micro_batches > 1:
             raise UnsupportedModelError(
                 f"{place} writes {f'its variable {written!r}' if written else 'a variable'} each "
-                f"time it runs, which is {num_micro_batches} times for each batch (once for each "
-                "micro-batch of all replicas) instead of once, so it would train something else. "
-                "Use a PipelineModel with num_micro_batches=1 and num_replicas=1."
+                f"time it runs, {num_micro_batches} times for each batch (each micro-batch of all "
+                f"replicas) and not once, so it would train something else. {UNCUT}."
             )
 
 

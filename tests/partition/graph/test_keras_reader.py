@@ -205,7 +205,7 @@ def optional():
         (sparse, "sparse.*Make it dense"),
         (string, "string.*data pipeline"),
         (optional, "'b' is optional"),
-        (deep, r"Layer 'aux' returns another number .*training \(2\).*\(1, on.*Return the same"),
+        (deep, r"'aux' .Aux. returns another number .*training \(2\).*\(1, on.*Return all in both"),
         (step_by_step, "as an integer.*Call it on some samples first"),
     ],
 )

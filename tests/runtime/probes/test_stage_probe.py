@@ -425,7 +425,7 @@ REFUSED = [
     # Fails for one sample alone.
     (
         own(lambda layer, x, _: x * layer.gain * ops.mean(ops.top_k(ops.transpose(x), 2)[0])),
-        FEWER,
+        f"Layer 'odd' {FEWER}",
         {"x": TWELVE, "stages": 2},
     ),
     (fixed, FEWER, {"x": TWELVE, "stages": 2}),

@@ -14,13 +14,7 @@ import msgspec
 from tarantella_pp.cli import inputs
 from tarantella_pp.cli.output import table, write_table
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.graph.units import (
-    count,
-    format_bytes,
-    format_seconds,
-    parse_bytes,
-    percent,
-)
+from tarantella_pp.partition.graph import units
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machine_of
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint
 from tarantella_pp.schedule import StepTimeline
@@ -97,7 +91,7 @@ def _machine(arguments: argparse.Namespace, planned: HardwareSpec | None) -> Har
         machine = machine_of(arguments.machine)
     if arguments.link_bandwidth is None:
         return machine
-    bandwidth = parse_bytes(arguments.link_bandwidth, "--link-bandwidth")
+    bandwidth = units.parse_bytes(arguments.link_bandwidth, "--link-bandwidth")
     return msgspec.structs.replace(machine, bandwidth=float(bandwidth))
 
 
@@ -106,20 +100,20 @@ def _summary(
 ) -> list[Any]:
     from rich.text import Text
 
-    plan, sums = simulation.plan, point.exposed_seconds
-    summed = f", of which {format_seconds(sums)} wait for sums of gradients" if sums else ""
+    plan, sums, percent = simulation.plan, point.exposed_seconds, units.percent
+    summed = f", of which {units.format_seconds(sums)} wait for sums of gradients" if sums else ""
     title = (
-        f"A step of '{plan.model}': {count(plan.num_stages, 'stage')} on "
-        f"{count(point.num_ranks, 'rank')}, {simulation.schedule}, "
-        f"{count(simulation.micro_batches, 'micro-batch')} of {simulation.micro_batch_size}, "
-        f"{count(point.num_replicas, 'replica')}"
+        f"A step of '{plan.model}': {units.count(plan.num_stages, 'stage')} on "
+        f"{units.count(point.num_ranks, 'rank')}, {simulation.schedule}, "
+        f"{units.count(simulation.micro_batches, 'micro-batch')} of {simulation.micro_batch_size}, "
+        f"{units.count(point.num_replicas, 'replica')}"
     )
     return [
         Text(title, style="bold"),
-        f"Step:       {format_seconds(point.step_seconds)}{summed}",
+        f"Step:       {units.format_seconds(point.step_seconds)}{summed}",
         f"Throughput: {point.samples_per_second:.4g} samples/s, {point.speed_up:.2f} x one rank",
         f"Bubble:     {percent(step.bubble_fraction)}, {percent(balance)} without messages",
-        f"Memory:     {format_bytes(max(step.peak_bytes))} on the largest rank",
+        f"Memory:     {units.format_bytes(max(step.peak_bytes))} on the largest rank",
     ]
 
 
@@ -127,15 +121,15 @@ def _rank_table(step: StepTimeline) -> Any:
     rows = []
     for rank, (busy, peak) in enumerate(zip(step.busy_seconds, step.peak_bytes, strict=True)):
         stages = " ".join(str(s) for s, owner in enumerate(step.placement) if owner == rank)
-        idle = percent(step.idle_fraction(rank))
-        rows.append((rank, stages, format_seconds(busy), idle, format_bytes(peak)))
+        idle = units.percent(step.idle_fraction(rank))
+        rows.append((rank, stages, units.format_seconds(busy), idle, units.format_bytes(peak)))
     return table(("Rank", "Stages", "Computes", "Idle", "Memory"), rows)
 
 
 def _curve_table(curve: list[ScalePoint]) -> Any:
     rows = [
-        (f"{one.num_ranks:,}", f"{one.num_replicas:,}", format_seconds(one.step_seconds),
-         f"{one.samples_per_second:.4g}", f"{one.speed_up:.4g}", percent(one.efficiency))
+        (f"{one.num_ranks:,}", f"{one.num_replicas:,}", units.format_seconds(one.step_seconds),
+         f"{one.samples_per_second:.4g}", f"{one.speed_up:.4g}", units.percent(one.efficiency))
         for one in curve
     ]  # fmt: skip
     return table(("Ranks", "Replicas", "Step", "Samples/s", "Speed-up", "Efficiency"), rows)

@@ -111,10 +111,10 @@ class StepProbe:
         try:
             self._take(self._probe.compare(samples))
         except tf.errors.OpError as error:
-            self._probe.run(samples.tensors)  # which fails as plain Keras would, if all do
             raise UnsupportedModelError(
-                f"{what} looks at several samples together: it does not run with some samples of "
-                f"the first batch alone, as replicas would ({describe(error)}). {_ADVICE}"
+                f"{what} does not run with some samples of the first batch alone, as replicas "
+                f"would ({describe(error)}). If it looks at several together: {_ADVICE} If a "
+                "number of samples is built in: ask for it with keras.ops.shape(x)[0]."
             ) from error
         # What depends on what there was before shows itself from the second time on.
         for change, sizes in _CHANGES:

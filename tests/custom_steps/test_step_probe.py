@@ -251,6 +251,10 @@ MIXED = "gradients that train_step applies .* mix samples"
         (lambda: LargestSeen(1e6), SGD, "writes '.*largest.*' with what mixes samples"),
         (variant(logs=in_a_function), SGD, "writes '.*total.*' with what mixes samples"),
         (losing(of_hardest), SGD, "does not run with some samples .* needed 5.*one value for each"),
+        (
+            losing(lambda _, x, y, made: tf.reduce_mean(tf.abs(made - y) * np.ones((8, 1)))),
+            SGD, "does not run with some samples .*shape",
+        ),
         (losing(of_many), SGD, "are not finite for some samples .* by themselves"),
         (losing(of_nothing), SGD, "are zero for samples of the first batch"),
         (

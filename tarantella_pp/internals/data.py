@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,15 +177,18 @@ def make_its_folder(checkpoint: Any) -> None:
 # comes between the two, in the order in which Python looks for methods.
 def keep_quiet(callback: Any, kind: type) -> None:
     """Leaves out what a callback does as one of a kind of Keras'."""
-    base, own = keras.callbacks.Callback, type(callback)
-    if hasattr(own, "_is_quiet"):  # since an earlier `fit`
-        return
+    if not hasattr(callback, "_is_quiet"):  # since an earlier `fit`
+        become(callback, type(callback), _quiet(kind))
+
+
+@functools.cache
+def _quiet(kind: type) -> type:
+    base = keras.callbacks.Callback
     names = [name for name in dir(base) if name.startswith("on_") or name == "set_model"]
     hooks = {name: getattr(base, name) for name in names}
     nowhere = property(lambda _: tf.summary.create_noop_writer())
     writers = dict.fromkeys(("_train_writer", "_val_writer"), nowhere)
-    silent = type(kind.__name__, (kind,), hooks | writers | {"_is_quiet": True})
-    become(callback, own, silent)
+    return type(kind.__name__, (kind,), hooks | writers | {"_is_quiet": True})
 
 
 def has_stopped(callback: Any) -> bool:

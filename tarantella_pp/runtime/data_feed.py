@@ -213,9 +213,8 @@ class DataFeed:
 
     def _check_rows(self, tensors: Sequence[tf.Tensor]) -> None:
         """Refuses what has not one row of each tensor for each sample, unless one rank has all."""
-        parts = self._shares(int(tensors[0].shape[0]))[0].sizes if tensors else ()
-        uneven = len({int(tensor.shape[0]) for tensor in tensors}) > 1
-        if uneven and (len(parts) > 1 or self._communicator.size > 1):
+        rows = {int(tensor.shape[0]) for tensor in tensors}
+        if len(rows) > 1 and len(self._shares(max(rows))[0].sizes) * self._communicator.size > 1:
             raise ConfigurationError(
                 "Ranks and micro-batches take their samples of a batch, which are along the first "
                 "dimension of all tensors in it: train on one rank, with num_micro_batches=1. "

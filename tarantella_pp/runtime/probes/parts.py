@@ -212,6 +212,7 @@ class PartsProbe:
         needed = ancestors([*fetches, *(t for op in self._effects for t in op.inputs)])
         # The random numbers that the function draws.
         self.draws = [op.outputs[0] for op in operations if op in needed and DRAWS.match(op.type)]
+        self._axes: list[int | None] = []  # along which these belong to samples, once compared
         self._fetches = list(fetches)
         self._variables = list(written)
         self._disturbed = disturbed

@@ -111,7 +111,6 @@ def test_seconds_between_and_beyond_measured_sizes():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version must be 1"),
         ({"rows": [4, 2]}, "ascending"),
         ({"nodes": [{"name": "a", "forward": [], "backward": [1.0]}]}, "nodes.0."),
         ({"extra": 1}, "unknown field"),
@@ -133,5 +132,3 @@ def test_what_cannot_work_is_refused():
         tnt.profile(tower(6), 0)
     with pytest.raises(ConfigurationError, match="repeats=0"):
         tnt.profile(tower(6), 1, repeats=0)
-    with pytest.raises(PlanError, match=r"Cannot read the profile 'no\.json'"):
-        Profile.load("no.json")

@@ -109,14 +109,6 @@ def positions():
     return keras.Model(ids, layers.Dense(3, activation="softmax")(x))
 
 
-def recurrent():
-    ids = keras.Input((4,), dtype="int32")
-    x = layers.Embedding(6, 4, mask_zero=True)(ids)
-    x = layers.LSTM(4, return_sequences=True)(x)
-    x = layers.LSTM(3)(x)
-    return keras.Model(ids, layers.Dense(3, activation="softmax")(x))
-
-
 class AddsLoss(layers.Layer):
     def __init__(self, formula):
         super().__init__()

@@ -15,7 +15,7 @@ from tarantella_pp import files
 from tarantella_pp.errors import ConfigurationError, FileError
 from tests.helpers.files import contents, full_disk
 from tests.helpers.training import X, Y
-from tests.zoo.models import nested, recurrent, residual_cnn, sequential, two_in_two_out
+from tests.zoo.models import masked_recurrent, nested, residual_cnn, sequential, two_in_two_out
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
 
@@ -112,7 +112,9 @@ def test_an_architecture_is_that_of_the_plain_model(build):
     assert (model.name, model.layers[-1].name) == (plain.name, plain.layers[-1].name)
 
 
-@pytest.mark.parametrize("build", [sequential, residual_cnn, nested, recurrent, two_in_two_out])
+@pytest.mark.parametrize(
+    "build", [sequential, residual_cnn, nested, masked_recurrent, two_in_two_out]
+)
 def test_weights_are_in_the_order_of_keras(tmp_path, build):
     plain, other = build(), build()
     model = tnt.PipelineModel(other, num_stages=2)

@@ -127,10 +127,8 @@ def test_the_timeline_of_a_step_is_found_again(name):
 def small_model(stages):
     import keras
 
-    inputs = keras.Input((4,))
-    x = keras.layers.Dense(5, activation="tanh")(inputs)
-    outputs = keras.layers.Dense(2)(x)
-    model = tnt.PipelineModel(keras.Model(inputs, outputs), stages, 4, balance="flops")
+    stack = [keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(2)]
+    model = tnt.PipelineModel(keras.Sequential(stack), stages, 4, balance="flops")
     model.compile("sgd", "mse")
     x = np.random.default_rng(0).normal(size=(32, 4))  # four batches of 8
     return model, x, x[:, :2]

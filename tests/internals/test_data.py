@@ -14,50 +14,41 @@ import tensorflow as tf
 from keras.src.trainers import data_adapters, epoch_iterator
 
 from tarantella_pp.internals import data as epochs
-from tarantella_pp.internals.data import (
-    DataAdapter,
-    are_arrays,
-    arrays_of,
-    as_sliced,
-    get_data_adapter,
-    order_of,
-    train_validation_split,
-)
 
 pytestmark = pytest.mark.keras
 
 
 def test_data_adapters_pass_through_the_loops_of_keras():
-    class Own(DataAdapter):
+    class Own(epochs.DataAdapter):
         num_batches = 2
 
         def get_tf_dataset(self):
             return [1, 2]
 
     own = Own()
-    assert get_data_adapter(own) is own, "get_data_adapter passes adapters on"
-    assert data_adapters.get_data_adapter is get_data_adapter
+    assert epochs.get_data_adapter(own) is own, "get_data_adapter passes adapters on"
+    assert data_adapters.get_data_adapter is epochs.get_data_adapter
     assert epoch_iterator.EpochIterator(own).data_adapter is own
-    given = " ".join(inspect.signature(get_data_adapter).parameters)
+    given = " ".join(inspect.signature(epochs.get_data_adapter).parameters)
     expected = "x y sample_weight batch_size steps_per_epoch shuffle class_weight"
     assert given == expected, "arguments of get_data_adapter"
-    (x, _, _), held_out = train_validation_split((np.arange(10), None, None), 0.2)
+    (x, _, _), held_out = epochs.train_validation_split((np.arange(10), None, None), 0.2)
     assert list(x) == list(range(8)), "train_validation_split"
     assert list(held_out[0]) == [8, 9]
 
 
 def test_arrays_are_told_from_other_data():
     x = np.arange(6.0).reshape(3, 2)
-    assert are_arrays((x, [tf.constant(x), x], None)), "can_convert_arrays"
-    assert not are_arrays((tf.data.Dataset.from_tensors(x), None, None))
+    assert epochs.are_arrays((x, [tf.constant(x), x], None)), "can_convert_arrays"
+    assert not epochs.are_arrays((tf.data.Dataset.from_tensors(x), None, None))
     y = [np.arange(3), np.ones(3)]
-    adapter = get_data_adapter(x, y, sample_weight=np.ones(3), batch_size=2)
-    found = arrays_of(adapter)
+    adapter = epochs.get_data_adapter(x, y, sample_weight=np.ones(3), batch_size=2)
+    found = epochs.arrays_of(adapter)
     assert found[0] is x, "ArrayDataAdapter._inputs"
     assert found[1] is y
     assert len(found[2]) == 2, "weights for each target"
-    assert arrays_of(get_data_adapter(tf.data.Dataset.from_tensors(x))) is None
-    halves = as_sliced({"a": [x.astype("float16"), None]})
+    assert epochs.arrays_of(epochs.get_data_adapter(tf.data.Dataset.from_tensors(x))) is None
+    halves = epochs.as_sliced({"a": [x.astype("float16"), None]})
     assert halves["a"][0].dtype == keras.config.floatx(), "convert_to_sliceable"
     assert halves["a"][1] is None
 
@@ -68,8 +59,8 @@ def test_numbers_of_samples_are_drawn_as_the_samples_are(shuffle):
     found = []
     for order in (False, True):
         keras.utils.set_random_seed(3)
-        adapter = get_data_adapter(x, batch_size=8, shuffle=shuffle)
-        data = (order_of(adapter) if order else adapter).get_tf_dataset()
+        adapter = epochs.get_data_adapter(x, batch_size=8, shuffle=shuffle)
+        data = (epochs.order_of(adapter) if order else adapter).get_tf_dataset()
         # As Keras does, which makes an iterator at the end of an epoch that it drops.
         found.append([[batch.numpy() for batch in data] for _ in (1, 2, iter(data) and 3)])
     for samples, numbers in zip(*found, strict=True):
@@ -89,7 +80,7 @@ def test_the_loop_of_keras_asks_the_iterator_and_the_epoch_for_where_to_begin():
 
 
 def test_steps_that_were_trained_are_left_out_once():
-    adapter = get_data_adapter(np.zeros((7, 2)), batch_size=2)
+    adapter = epochs.get_data_adapter(np.zeros((7, 2)), batch_size=2)
     adapter.start = epochs.EpochStart(3, 0, True)
     strategy = keras.Sequential([keras.Input((2,))]).distribute_strategy
     with epochs.starting_anywhere(keras.Model()):

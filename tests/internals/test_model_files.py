@@ -58,17 +58,14 @@ def test_what_does_not_fit_is_told(tmp_path):
 
 
 def test_assets_are_read_of_a_folder(tmp_path):
-    def build():
-        return layers.IntegerLookup()
-
-    made = build()
+    made, new = layers.IntegerLookup(), layers.IntegerLookup()
     made.adapt(np.arange(5))
     model = keras.Sequential([keras.Input((2,), dtype="int32"), made])
     folder = tmp_path / "assets" / "layers" / "integer_lookup"
     folder.mkdir(parents=True)
     made.save_assets(str(folder))
     model.save_weights(tmp_path / "a.weights.h5")
-    other = keras.Sequential([keras.Input((2,), dtype="int32"), new := build()])
+    other = keras.Sequential([keras.Input((2,), dtype="int32"), new])
     with (tmp_path / "a.weights.h5").open("rb") as file:
         assert load_state(other, file, tmp_path / "assets", [], as_keras) == []
     assert new.get_vocabulary() == made.get_vocabulary(), "DiskIOStore"

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tarantella_pp.internals import optimizers
+from tests.helpers.training import in_precision
 
 pytestmark = pytest.mark.keras
 
@@ -45,12 +46,8 @@ def test_the_learning_rate_is_a_variable_or_a_schedule():
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
 def test_losses_are_scaled_for_the_policies_for_which_keras_scales_them(policy):
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    try:
+    with in_precision("float32", policy):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    finally:
-        keras.config.set_dtype_policy(before)
     for optimizer in (keras.optimizers.SGD(), scaled(keras.optimizers.SGD())):
         model.compile(optimizer, "mse")
         ours = optimizers.with_loss_scaling(optimizer, policy)

@@ -30,7 +30,6 @@ from tarantella_pp.schedule import (
 
 pytestmark = pytest.mark.keras
 
-BEFORE = {SEARCHED: BEFORE_SEARCH}
 BATCH_SIZE = 5040
 """Divided by all numbers of micro-batches up to 10."""
 
@@ -124,7 +123,7 @@ def test_no_step_is_below_its_bound(spec, micro_batches, recompute, split_factor
     )  # fmt: skip
     search = PlanSearch(replace(planner(), machine=machine), asked, spec)
     (candidate,) = search.candidates()
-    name = BEFORE.get(spec.name, spec.name)
+    name = BEFORE_SEARCH if spec.name == SEARCHED else spec.name
     step = PlanSimulation(candidate.timed[1], machine, name, micro_batches).step()
     assert candidate.least_seconds <= step.pipeline_seconds * (1 + 1e-9)
     if spec.num_ranks == 1 and recompute == "none" and split_factor == 1.0:

@@ -135,13 +135,10 @@ def test_unequal_devices_have_limits_of_their_own(balance):
         make_plan(model, 2, num_micro_batches=2, memory_limit=[limits[0] // 9, limits[1]])
 
 
-def test_shared_statistics_that_leave_too_few_stages_are_named():
+def test_shared_statistics_that_stages_part_or_that_leave_too_few_of_them_are_named():
     pattern = r"share statistics or seeds, which .* must stay on one stage, e\.g\. inner/dropout"
     with pytest.raises(PlanError, match=pattern):
-        make_plan(models.nested_twice(), 5)
-
-
-def test_stages_that_part_shared_statistics_are_refused():
+        make_plan(read(models.nested_twice), 5)
     graph = read(models.nested_twice).graph
     assert graph.misplaced([0] * len(graph.nodes)) is None
     wrong = graph.misplaced([int(i > 3) for i in range(len(graph.nodes))])

@@ -22,8 +22,6 @@ ROWS = 7
 IMAGES = RNG.normal(size=(ROWS, 4, 4, 2))
 CLASSES = RNG.integers(0, 3, size=(ROWS, 4, 4))
 PARTS = RNG.dirichlet(np.ones(3), size=(ROWS, 4, 4))
-BY_SAMPLE = RNG.uniform(0.2, 2, size=ROWS)
-BY_PIXEL = RNG.uniform(0.2, 2, size=(ROWS, 4, 4))
 
 
 def segmentation():
@@ -71,17 +69,11 @@ def test_a_batch_with_nothing_but_ignored_targets_trains_nothing(models):
     assert distance(pipeline.get_weights(), start) == 0
 
 
-ADDING = {
-    "kernel_regularizer": lambda: layers.Dense(5, kernel_regularizer="l2"),
-    "activity_regularizer": lambda: layers.Dense(5, activity_regularizer="l2"),
-}
-
-
-@pytest.mark.parametrize("name", ADDING)
-def test_values_of_samples_are_not_added_to_other_losses(name):
+@pytest.mark.parametrize("adding", ["kernel_regularizer", "activity_regularizer"])
+def test_values_of_samples_are_not_added_to_other_losses(adding):
     x = RNG.normal(size=(ROWS, 5))
-    model = keras.Sequential([keras.Input((5,)), ADDING[name](), layers.Dense(3)])
-    model = PipelineModel(model, num_stages=2, num_micro_batches=3)
+    stack = [keras.Input((5,)), layers.Dense(5, **{adding: "l2"}), layers.Dense(3)]
+    model = PipelineModel(keras.Sequential(stack), num_stages=2, num_micro_batches=3)
     model.compile(sgd(), losses.MeanSquaredError(reduction="none"))
     start = model.get_weights()
     for use in (model.train_on_batch, model.test_on_batch):
@@ -137,7 +129,7 @@ OWN = {
 @pytest.mark.parametrize("name", OWN)
 def test_losses_of_the_users_own_are_tried_and_run_with_1f1b(models, name):
     plain, pipeline, start = models
-    weight = BY_PIXEL if name == "each pixel" else BY_SAMPLE
+    weight = RNG.uniform(0.2, 2, size=(ROWS, 4, 4) if name == "each pixel" else ROWS)
     found = []
     for model in (plain, pipeline):
         model.set_weights(start)

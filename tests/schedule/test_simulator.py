@@ -28,8 +28,11 @@ def play(name, *numbers, costs=None, **options):
     return simulate(schedule, costs or Costs.uniform(schedule.num_stages))
 
 
-@given(p=st.integers(1, 6), m=st.integers(1, 12), seconds=st.tuples(*[st.floats(0.1, 9.0)] * 3))
-def test_closed_forms_of_one_stage_per_rank(p, m, seconds):
+SECONDS = st.tuples(*[st.floats(0.1, 9.0)] * 3)
+
+
+@given(p=st.integers(1, 6), v=st.integers(1, 4), m=st.integers(1, 16), seconds=SECONDS)
+def test_closed_forms_of_bubbles(p, v, m, seconds):
     for name in ("gpipe", "1f1b", "forward", "zb-h1"):
         # The bubble of fused schedules does not depend on the seconds.
         costs = None if name == "zb-h1" else Costs.uniform(p, *seconds)
@@ -38,6 +41,8 @@ def test_closed_forms_of_one_stage_per_rank(p, m, seconds):
         assert timeline.speed_up == pytest.approx(p * (1 - bubble_fraction(name, p, m)))
     timeline = play("zb-v", 2 * p, m)
     assert timeline.bubble_fraction == pytest.approx(bubble_fraction("zb-v", p, m))
+    timeline = play("interleaved", p * v, m, p)
+    assert timeline.bubble_fraction == pytest.approx(bubble_fraction("interleaved", p, m, v))
 
 
 @settings(max_examples=30)
@@ -60,12 +65,6 @@ def test_v_shaped_schedules_hold_a_share_of_1f1b_for_less_of_its_bubble(p, data)
     assert waits["v-half"] <= (0.53 if m > p else 0.65) * waits["1f1b"] + 1e-9
     assert waits["v-min"] <= 0.65 * waits["1f1b"] + 1e-9
     assert m == 1 or waits["zb-v"] <= waits["v-half"] + 1e-9
-
-
-@given(p=st.integers(1, 6), v=st.integers(1, 4), m=st.integers(1, 16))
-def test_closed_form_of_interleaving(p, v, m):
-    timeline = play("interleaved", p * v, m, p)
-    assert timeline.bubble_fraction == pytest.approx(bubble_fraction("interleaved", p, m, v))
 
 
 @given(lowered_schedules(), st.floats(0, 2), st.floats(0, 1))
@@ -222,16 +221,8 @@ def alone(schedule, costs):
 @settings(max_examples=60)
 @given(data=st.data(), p=st.integers(1, 4), m=st.integers(1, 8))
 def test_the_search_is_never_worse_than_what_it_starts_from(data, p, m):
-    seconds = st.floats(0.1, 3.0)
-    stages = [
-        StageCosts(
-            data.draw(seconds),
-            data.draw(seconds),
-            data.draw(seconds),
-            data.draw(st.none() | st.floats(0.1, 4.0)),
-        )
-        for _ in range(p)
-    ]
+    seconds = st.tuples(*[st.floats(0.1, 3.0)] * 3, st.none() | st.floats(0.1, 4.0))
+    stages = [StageCosts(*data.draw(seconds)) for _ in range(p)]
     costs = Costs(tuple(stages), default_link=LinkCosts(data.draw(st.floats(0, 1))))
     limit = data.draw(st.none() | st.integers(1, 8))
     best = search_schedule(p, m, costs=costs, in_flight_limit=limit)

@@ -138,11 +138,14 @@ def test_shapes_inside_a_nested_model_are_those_of_the_call():
 
 
 def test_unknown_sizes_are_assumed_and_said():
-    inputs = keras.Input((None, 3))
-    model = keras.Model(inputs, layers.Dense(2)(inputs))
-    graph = extract(model, assumed_size=10).graph
+    graph = extract(of(layers.Dense(2), (None, 3)), assumed_size=10).graph
     assert graph.assumed_size == 10
     assert graph.tensors[graph.outputs[0]].bytes_per_sample == 10 * 2 * 4
+
+
+def of(layer, shape, **options):
+    inputs = keras.Input(shape, **options)
+    return keras.Model(inputs, layer(inputs))
 
 
 class Subclassed(keras.Model):
@@ -153,16 +156,6 @@ class Subclassed(keras.Model):
 def passes_an_input_on():
     inputs = keras.Input((3,))
     return keras.Model(inputs, [inputs, layers.Dense(2)(inputs)])
-
-
-def sparse():
-    inputs = keras.Input((4,), sparse=True)
-    return keras.Model(inputs, layers.Dense(2)(inputs))
-
-
-def string():
-    inputs = keras.Input((), dtype="string")
-    return keras.Model(inputs, layers.StringLookup(vocabulary=["a"])(inputs))
 
 
 def step_by_step():
@@ -176,8 +169,7 @@ def deep():
         def call(self, x, training=False):
             return (x, 2 * x) if training else x
 
-    inputs = keras.Input((3,))
-    return keras.Model(inputs, Aux(name="aux")(inputs))
+    return of(Aux(name="aux"), (3,))
 
 
 def optional():
@@ -202,8 +194,8 @@ def optional():
         (lambda: layers.Dense(2), "Expected a Keras model"),
         (lambda: None, "Expected a Keras model.*NoneType"),
         (passes_an_input_on, "its inputs as they are"),
-        (sparse, "sparse.*Make it dense"),
-        (string, "string.*data pipeline"),
+        (lambda: of(layers.Dense(2), (4,), sparse=True), "sparse.*Make it dense"),
+        (lambda: of(layers.StringLookup(), (), dtype="string"), "string.*data pipeline"),
         (optional, "'b' is optional"),
         (deep, r"'aux' .Aux. returns another number .*training \(2\).*\(1, on.*Return all in both"),
         (step_by_step, "as an integer.*Call it on some samples first"),

@@ -41,8 +41,7 @@ def test_page_is_well_formed_and_shows_everything():
 
 
 def test_nothing_is_loaded_from_elsewhere():
-    plan = small()
-    text = page.render_html(plan)
+    text = page.render_html(small())
     assert not re.search(r"https?:|//\w|@import|<link|<script|<img|<iframe|src=|\bon\w+=", text)
     assert set(re.findall(r"url\(([^)]*)\)", text)) == {"#stripes", "#arrow"}
 

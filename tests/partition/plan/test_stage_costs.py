@@ -40,11 +40,6 @@ def start():
     return layers.Dense(16)
 
 
-def tied_head():
-    table = layers.ReversibleEmbedding(11, 16)
-    return chain((9,), table, start(), lambda x: table(x, reverse=True), dtype="int32")
-
-
 def image(*steps):
     return chain((8, 8, 4), layers.Conv2D(4, 3, padding="same"), *steps)
 
@@ -77,7 +72,7 @@ RULES = {
     "product": lambda: chain((6, 16), start(), lambda x: x * ops.sigmoid(x)),
     "matmul": lambda: chain((6, 16), start(), lambda x: ops.matmul(x, ops.transpose(x, (0, 2, 1)))),
     "slices": lambda: chain((6, 16), start(), lambda x: ops.concatenate([x[:, :2], x[:, 3:]], 1)),
-    "tied head": tied_head,
+    "tied head": models.tied_head,
     "tied variable": models.tied_variable,
     "mlp": models.mlp,
     "residual cnn": models.batch_norm_cnn,

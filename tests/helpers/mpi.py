@@ -87,7 +87,8 @@ def mpi_run(
         returncode, stdout, stderr, timed_out = _run(
             [*mpiexec, "-n", str(ranks), *start, *script], timeout, _environment(python, env)
         )
-        results = [_read(Path(directory) / f"{rank}.json") for rank in range(ranks)]
+        paths = [Path(directory) / f"{rank}.json" for rank in range(ranks)]
+        results = [json.loads(path.read_text()) if path.exists() else None for path in paths]
     return MpiRun(returncode, stdout, stderr, results, timed_out)
 
 
@@ -172,10 +173,6 @@ def _kill_all(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 def _load(file: str, name: str) -> Callable[..., Any]:

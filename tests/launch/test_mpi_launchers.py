@@ -15,7 +15,6 @@ from tarantella_pp.launch.mpi_launchers import Mpich, OpenMpi, Slurm, find_launc
 
 OPEN_MPI = "mpiexec (Open MPI) 5.0.11"
 MPICH = "HYDRA build details:\n    Version: 5.0.2"
-INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.13"
 
 
 def install(prefix: pathlib.Path, name: str, answer: str, library: bool = False) -> str:
@@ -46,7 +45,7 @@ def test_the_mpi_of_this_environment_comes_first_if_it_has_a_library(tmp_path, o
     site = install(tmp_path, "mpirun", OPEN_MPI)
     install(own, "mpiexec", MPICH)
     assert find_launcher() == OpenMpi(site)
-    wheel = install(own, "mpiexec", INTEL, library=True)
+    wheel = install(own, "mpiexec", "Intel(R) MPI Library for Linux* OS, 2021.13", library=True)
     assert find_launcher() == find_launcher("mpich") == Mpich(wheel)
     assert find_launcher("openmpi") == OpenMpi(site)
 

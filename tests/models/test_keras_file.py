@@ -30,13 +30,6 @@ def saved(tmp_path_factory):
     return path
 
 
-def weights_in(file):
-    found = {}
-    with file.weights() as data, h5py.File(data) as h5:
-        h5.visititems(lambda name, x: found.update({name: x[()]}) if hasattr(x, "shape") else None)
-    return found
-
-
 @pytest.mark.parametrize("kind", ["stored", "compressed", "behind other bytes"])
 def test_parts_are_those_of_the_file(saved, tmp_path, kind):
     path = saved
@@ -48,10 +41,10 @@ def test_parts_are_those_of_the_file(saved, tmp_path, kind):
     elif kind == "behind other bytes":
         path = tmp_path / "late.keras"
         path.write_bytes(b"something else" + saved.read_bytes())
-    file = KerasFile(path)
-    found = weights_in(file)
-    with file.weights() as data:  # what is packed is slow to go back in
-        assert not isinstance(data, zipfile.ZipExtFile)
+    file, found = KerasFile(path), {}
+    with file.weights() as data, h5py.File(data) as h5:
+        assert not isinstance(data, zipfile.ZipExtFile)  # what is packed is slow to go back in
+        h5.visititems(lambda name, x: found.update({name: x[()]}) if hasattr(x, "shape") else None)
     with (
         zipfile.ZipFile(saved) as whole,
         h5py.File(io.BytesIO(whole.read("model.weights.h5"))) as h5,

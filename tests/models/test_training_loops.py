@@ -18,11 +18,6 @@ def pipeline(task):
     return tnt.PipelineModel(task, num_stages=2, num_micro_batches=2)
 
 
-def unbatched(texts):
-    """A data set whose length is not known."""
-    return tf.data.Dataset.from_tensor_slices(texts).filter(lambda text: True).batch(3)
-
-
 def numbers_of(wrap):
     """All that a task gives, also by itself afterwards, and the model that was trained."""
     keras.utils.set_random_seed(1)
@@ -34,7 +29,8 @@ def numbers_of(wrap):
     model.compile(sgd, run_eagerly=model is task)  # the task's own has a default loss
     assert task.sampler == "greedy"
     logs = model.fit(TEXTS, batch_size=3, epochs=2, validation_data=TEXTS[:4], verbose=0).history
-    found = [*logs.values(), *model.fit(unbatched(TEXTS), verbose=0).history.values()]
+    stream = tf.data.Dataset.from_tensor_slices(TEXTS).filter(lambda text: True)  # of no length
+    found = [*logs.values(), *model.fit(stream.batch(3), verbose=0).history.values()]
     found.append(model.evaluate(TEXTS, batch_size=4, verbose=0))
     found.append(model.train_on_batch(tf.constant(TEXTS)))
     found.append(model.predict(TEXTS, batch_size=2, verbose=0).tolist())

@@ -14,15 +14,11 @@ def _as_in_a_terminal():
     signal.signal(signal.SIGINT, before)
 
 
-def press():
-    signal.raise_signal(signal.SIGINT)
-
-
 def work(done, presses, error=None):
     """Notes how far it gets while Ctrl-C is pressed so many times."""
     with interrupts_put_off():
         for _ in range(presses):
-            press()
+            signal.raise_signal(signal.SIGINT)
             done.append(1)
         if error is not None:
             raise error
@@ -42,7 +38,7 @@ def test_interrupts_are_put_off(presses, error, expected, reached):
         work(done, presses, error)
     assert len(done) == reached
     with pytest.raises(KeyboardInterrupt):  # as before
-        press()
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_other_threads_and_other_handlers_are_left_alone():

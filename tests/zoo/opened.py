@@ -127,11 +127,8 @@ class Told(layers.Layer):
     def __init__(self, **options):
         super().__init__(**options)
         self.words = layers.Embedding(7, 4)
-        self.judged, self.pool, self.shift = (
-            [Judged(), Judged()],
-            layers.GlobalAveragePooling1D(),
-            layers.Dense(4),
-        )
+        self.judged, self.shift = [Judged(), Judged()], layers.Dense(4)
+        self.pool = layers.GlobalAveragePooling1D()
 
     def build(self, shape):
         self.start = self.add_weight(shape=(1, 4), initializer="normal")

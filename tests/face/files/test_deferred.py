@@ -12,12 +12,11 @@ from tarantella_pp.errors import StaleWeightError
 from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers.files import error_of, held_bytes
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import IDS, X, Y, distance, integers, logits, use_float64
+from tests.helpers.training import BITS, IDS, X, Y, distance, integers, logits, use_float64
 from tests.zoo.models import FromArray, dropout, tied_head
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
 
-BITS = 1e-13
 QUIET = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
 ROWS = 16  # samples for two batches of one size, for which stages are traced once
 

@@ -131,17 +131,12 @@ def test_reads_on_the_wrong_rank(tmp_path):
     assert run.results[0]["tied"] == run.results[1]["tied"]
 
 
-def with_a_layer(shared):
-    """A model that ends with a layer, and one that begins with it."""
-    first, last = keras.Input((6,)), keras.Input((6,))
-    x = keras.layers.Dense(6, activation="tanh")(first)
-    return keras.Model(first, shared(x)), keras.Model(last, keras.layers.Dense(6)(shared(last)))
-
-
 def take_turns(wrap):
-    """What two models with a layer in common tell, in which it is at the other end."""
+    """What two models with a layer in common tell, which is the last of one and first of one."""
     keras.utils.set_random_seed(1)
-    plain = with_a_layer(keras.layers.Dense(6, activation="tanh"))
+    hidden, shared = (keras.layers.Dense(6, activation="tanh") for _ in range(2))
+    x, y = keras.Input((6,)), keras.Input((6,))
+    plain = keras.Model(x, shared(hidden(x))), keras.Model(y, keras.layers.Dense(6)(shared(y)))
     models = [wrap(model) for model in plain]
     for model in models:
         model.compile("adam", "mse")

@@ -15,11 +15,10 @@ from keras import layers
 import tarantella_pp
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.schedule import Schedule, make_schedule
-from tests.helpers.training import compiled_once, distance, floats, integers
+from tests.helpers.training import ROUNDING, compiled_once, distance, floats, integers
 
 pytestmark = pytest.mark.keras
 
-ROUNDING = 1e-10
 PACKAGE = str(Path(tarantella_pp.__file__).parent)
 IDS, TARGETS = integers(6, 5, seed=3), floats(24, seed=1)
 BATCHES = [(IDS[i : i + 6], TARGETS[i : i + 6]) for i in (0, 6, 12)]

@@ -233,12 +233,9 @@ def any_length():
 def sequences(model):
     """Of any length, and with losses in training only."""
     signature = (tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, 2], tf.float64))
-
-    def data():
-        return tf.data.Dataset.from_generator(lengths, output_signature=signature)
-
-    told = model.fit(data(), verbose=0).history
-    return told, model.evaluate(data(), verbose=0), model.get_weights()
+    data = tf.data.Dataset.from_generator(lengths, output_signature=signature)
+    told = model.fit(data, verbose=0).history
+    return told, model.evaluate(data, verbose=0), model.get_weights()
 
 
 BINARY, SPARSE = "binary_crossentropy", "sparse_categorical_crossentropy"

@@ -15,7 +15,6 @@ from tests.zoo.models import Table, mlp, nested, sequential
 
 pytestmark = pytest.mark.keras
 
-
 CUT = {"num_stages": 2, "num_micro_batches": 3}
 
 

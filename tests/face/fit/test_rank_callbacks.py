@@ -14,12 +14,11 @@ import tarantella_pp as tnt
 from tests.helpers import training
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import begin_again, distance, refused, sgd, use_float64
+from tests.helpers.training import ROUNDING, begin_again, distance, refused, sgd, use_float64
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.usefixtures("untried")]
 
-ROUNDING = 1e-10
 X, Y = training.X[:12], training.Y[:12]
 QUIET = {"batch_size": 2, "shuffle": False, "verbose": 0}  # six steps an epoch, of one size
 RATE = 0.05  # of `sgd()`

@@ -128,8 +128,8 @@ def constrained(num_stages=1, **options):
     return error_of(lambda: model.train_on_batch(X, Y))
 
 
-def written_on_one_rank(num_stages, rank):
-    """What `fit` says of a weight that one rank alone has written, perhaps not its own."""
+def writing_on(rank, num_stages):
+    """A pipeline, what has one rank write a weight, and a callback that does so."""
     model = tnt.PipelineModel(perceptron(), num_stages=num_stages)
     model.compile(adamw(), "mse")
 
@@ -137,9 +137,14 @@ def written_on_one_rank(num_stages, rank):
         if world().rank == rank:
             model.trainable_variables[0].assign(np.ones(model.trainable_variables[0].shape))
 
+    return model, write, [keras.callbacks.LambdaCallback(on_epoch_end=write)]
+
+
+def written_on_one_rank(num_stages, rank):
+    """What `fit` says of a weight that one rank alone has written, perhaps not its own."""
+    model, write, writing = writing_on(rank, num_stages)
     if num_stages > 1:
         write()
-    writing = [keras.callbacks.LambdaCallback(on_epoch_end=write)]
     said = error_of(lambda: model.fit(X[:8], Y[:8], batch_size=8, verbose=0, callbacks=writing))
     with pytest.raises(ReplicaError):
         model.save_weights("never.weights.h5")
@@ -148,14 +153,7 @@ def written_on_one_rank(num_stages, rank):
 
 def written_later():
     """What calls say of a weight of rank 0 that rank 1 writes after a step."""
-    model = tnt.PipelineModel(perceptron(), num_stages=2)
-    model.compile(adamw(), "mse")
-
-    def write(*_):
-        if world().rank == 1:
-            model.trainable_variables[0].assign(np.ones(model.trainable_variables[0].shape))
-
-    writing = [keras.callbacks.LambdaCallback(on_epoch_end=write)]
+    model, _, writing = writing_on(1, num_stages=2)
     fit = functools.partial(model.fit, epochs=2, verbose=0, callbacks=writing)
     calls = fit, model.train_on_batch, model.evaluate, lambda *_: model.get_weights()
     return [error_of(lambda call=call: call(X[:8], Y[:8])) for call in calls]

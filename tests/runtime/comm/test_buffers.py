@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 from typing import Any
 
 import keras
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from keras import layers
 
+import tarantella_pp as tnt
 from tests.helpers.mpi import mpi_run
 from tests.zoo.message_memory import MessageMemory
 
@@ -35,10 +37,6 @@ def model() -> keras.Model:
 
 def held_bytes() -> list[list[int]]:
     """Trains in each way; returns the bytes that are planned, and the most that sums had."""
-    import os
-
-    import tarantella_pp as tnt
-
     x = np.arange(BATCH * IDS).reshape(BATCH, IDS) % 1000
     found = []
     for options, threshold in WAYS:

@@ -112,7 +112,7 @@ def test_names_cannot_steer_a_terminal(command, plan_file, tmp_path) -> None:
         (["make", "train.py", "--stages", "2"], "script.py:function"),
         (["make", "ResNet50"], "--stages, or --ranks"),
         (["make", GRAPH, "--stages", "0"], "positive integer. Received: '0'"),
-        (["make", GRAPH, "--stages", "9" * 30], "at most 14"),
+        (["make", GRAPH, "--stages", "9" * 30], "at most num_stages=14"),
         (["make", GRAPH, "--stages", "2", "--memory-limit", "1,2,3"], "2 stages"),
         (["make", GRAPH, "--stages", "2", "-o", "/no/such/p.json"], "in a folder that exists"),
         (["make", GRAPH, "--stages", "2", "--html", "/no/such/a.html"], "in a folder that exists"),

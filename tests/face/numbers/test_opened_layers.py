@@ -186,7 +186,7 @@ def test_a_layer_stays_whole_where_its_inside_cannot_be_parted(how, why):
     read = extract(model)
     assert [call.kind for call in read.at_level(12).calls] == ["Pair", "Dense"]
     assert re.search(why, read.kept_whole["pair"])
-    with pytest.raises(ConfigurationError, match=f"at most 2 stages.*'pair' .*{why}"):
+    with pytest.raises(ConfigurationError, match=f"at most num_stages=2.*'pair' .*{why}"):
         tnt.PipelineModel(model, num_stages=3)
 
 

@@ -193,21 +193,17 @@ def test_shapes_are_those_that_model_and_options_allow():
     assert make_plan(model, **given, recompute=[3]).num_stages == 4
     assert make_plan(model, **given, batch_size=2).num_replicas <= 2
     assert make_plan(models.batch_norm_cnn(), **given, batch_size=8).num_replicas <= 2
-    for options, message in (
-        ({"recompute": [4]}, "from 0 to 3"),
-        ({"num_ranks": 10**8, "batch_size": 1}, "at most 4 stages.*num_ranks=1000"),
-    ):
-        with pytest.raises(ConfigurationError, match=message):
-            make_plan(model, **{**given, **options})
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_ranks": 0}, "num_ranks=0"),
+        ({"num_ranks": 4, "recompute": [4]}, "from 0 to 3"),
+        ({"num_ranks": 10**8, "batch_size": 1}, "at most 4 stages.*num_ranks=1000"),
         ({"num_ranks": 8, "num_stages": 3}, "num_ranks=8, num_stages=3"),
         ({"num_ranks": 8, "num_stages": 2, "num_replicas": 2}, "num_replicas=2"),
-        ({"num_stages": 9, "memory_limit": "1GB", "num_micro_batches": 1}, "at most 4"),
+        ({"num_stages": 9, "memory_limit": "1GB", "num_micro_batches": 1}, "at most num_stages=4"),
         ({"num_stages": 2, "placement": "anywhere"}, "placement='anywhere'"),
     ],
 )

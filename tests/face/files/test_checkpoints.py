@@ -107,17 +107,12 @@ def killed(directory):
     trained(directory, *[At(7, kill)] * tnt.get_rank())
 
 
-def half_way(directory, step=6, **options):
-    """A run that its user ends in the middle of an epoch."""
-    trained(directory, At(step, stop), **options)
-
-
 def shapes(ours, theirs):
     """Ends a run on a stream that one process began, and leaves another half done."""
     use_float64()
     options = {"num_stages": 2, "num_replicas": 2, "num_micro_batches": 1, "shard_optimizer": True}
     resumed = trained(theirs, model=compiled(deferred=True, **options), **STREAM)
-    half_way(ours, model=compiled(**options))
+    trained(ours, At(6, stop), model=compiled(**options))
     return [resumed, sorted(os.listdir(ours))]
 
 
@@ -134,7 +129,7 @@ def test_another_number_of_stages_and_replicas_goes_on(tmp_path):
     Two micro-batches in all cases, so that dropout draws the same.
     """
     begin = compiled_once(compiled)
-    half_way(tmp_path / "theirs", model=begin(), **STREAM)
+    trained(tmp_path / "theirs", At(6, stop), model=begin(), **STREAM)
     run = mpi_run(4, shapes, str(tmp_path / "ours"), str(tmp_path / "theirs"), timeout=240).check()
     expected = trained(None, model=begin(), **STREAM)
     for resumed, kept in run.results:

@@ -92,9 +92,8 @@ def tuned(path):
     """Builds a model that is loaded, compiled and tuned before it is wrapped."""
 
     def build():
-        model = keras.Sequential(
-            [keras.Input((6,)), layers.Dense(40), FromArray(), layers.Dense(3)]
-        )
+        stack = [keras.Input((6,)), layers.Dense(40), FromArray(), layers.Dense(3)]
+        model = keras.Sequential(stack)
         if path is not None:
             model.load_weights(path)
         model.layers[0].enable_lora(2)

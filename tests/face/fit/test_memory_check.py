@@ -28,9 +28,9 @@ def language_model():
     return keras.Model(ids, layers.Dense(WORDS, name="head")(x))
 
 
-def pipeline(metrics=None, loss=None, **options):
+def pipeline(metrics=None, loss=None, batch_size=ROWS, **options):
     keras.utils.set_random_seed(1)
-    model = tnt.PipelineModel(language_model(), 2, 8, batch_size=ROWS, **options)
+    model = tnt.PipelineModel(language_model(), 2, 8, batch_size=batch_size, **options)
     loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("sgd", loss, metrics=metrics)
     return model
@@ -85,12 +85,11 @@ def test_the_plan_in_force_is_that_of_the_largest_batch_trained():
     model = pipeline()
     model.fit(X[:40], X[:40], batch_size=2 * ROWS, verbose=0)  # and a last one of 8 samples
     assert model.plan.batch_size == 2 * ROWS
-    planned = tnt.PipelineModel(language_model(), 2, 8, batch_size=2 * ROWS)
-    planned.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    planned = pipeline(batch_size=2 * ROWS)
     assert model.plan.stages == planned.plan.stages
     assert model.plan.cuts == planned.plan.cuts
     again = tnt.PipelineModel(language_model(), plan=tnt.Plan.from_json(model.plan.to_json()))
-    again.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    again.compile("sgd", model.loss)
     assert again.plan == model.plan  # and counts nothing twice
 
 

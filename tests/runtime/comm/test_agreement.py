@@ -163,12 +163,8 @@ ours = world()
 with ours.call("compile"):
     pass
 if ours.rank == 1:
-    if sys.argv[1] == "call":
-        with ours.call("save"):
-            pass
-    else:
-        with ours.call("fit"):
-            pass
+    with ours.call("save" if sys.argv[1] == "call" else "fit"):
+        pass
 elif sys.argv[1] == "wait":
     with ours.call("fit"):
         ours.post_receive([TensorSpec((1,), "float64")], 1, 7).wait()

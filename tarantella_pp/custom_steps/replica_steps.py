@@ -201,7 +201,7 @@ class ReplicaSteps:
         """Warns of batch statistics; refuses those that replicas would share in plain Keras."""
         norms = [layer for layer in batch_norms(self._model) if layer.trainable]
         if warns:
-            warn_of_statistics(norms, str(self.communicator.size))
+            warn_of_statistics(norms, f"{self.communicator.size} replicas' samples")
         names = [layer.name for layer in norms if layer.synchronized]
         if names:
             raise UnsupportedModelError(

@@ -161,10 +161,10 @@ def batch_norms(layer: Any) -> list[Any]:
 def warn_of_statistics(norms: Sequence[Any], parts: str) -> None:
     """Warns of batch normalizations that see parts of batches."""
     if names := ", ".join(layer.name for layer in norms[:_NAMED]):
-        more = f" and {len(norms) - _NAMED} more" if len(norms) > _NAMED else ""
+        more = f", and {len(norms) - _NAMED} more" if len(norms) > _NAMED else ""
         warnings.warn(
-            f"BatchNormalization layers {names}{more} take their statistics of each of the {parts} "
-            "replicas, instead of the batch, so the numbers differ from those of one process; only "
+            f"BatchNormalization layers {names}{more} take their statistics of each of the "
+            f"{parts} instead of the batch, so the numbers differ from those of one process; only "
             "their moving averages see the batch. LayerNormalization and GroupNormalization do not "
             "depend on the batch.",
             UserWarning,

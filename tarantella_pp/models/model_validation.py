@@ -132,7 +132,8 @@ def check_micro_batches(extracted: ExtractedModel, num_micro_batches: int) -> No
 def warn_of_batch_statistics(extracted: ExtractedModel, num_micro_batches: int) -> None:
     """Warns where the numbers differ from plain Keras, with layers frozen as they are now."""
     if num_micro_batches > 1:
-        warn_of_statistics(_batch_norms(extracted), f"{num_micro_batches} micro-batches, of all")
+        parts = f"{num_micro_batches} micro-batches, of all replicas,"
+        warn_of_statistics(_batch_norms(extracted), parts)
 
 
 def _batch_norms(extracted: ExtractedModel) -> list[Any]:

@@ -284,7 +284,7 @@ class Inside:
             uses = [parts.uses.get(part, PartUse()) for parts in each]
             if part not in each[-1].uses and not _keeps_specs(traces, part.path, first.values):
                 raise PartsError(
-                    home, f"calls '{call.layer.name}', which gives another shape, to train"
+                    home, f"calls '{call.layer.name}' in training only, which gives another shape"
                 )
             read = [
                 {id(trace.variables[place]) for place in use.variables}
@@ -328,7 +328,9 @@ class Inside:
                 continue
             if not path or (call.inner and self._exceeds(call, wanted)):
                 every = [trace.calls[path] for trace in traces if path in trace.calls]
-                reason = _why_whole(every) if len(every) == len(traces) else "only trains"
+                reason = (
+                    _why_whole(every) if len(every) == len(traces) else "is called in training only"
+                )
                 if not reason:
                     found.add(path)
                 else:

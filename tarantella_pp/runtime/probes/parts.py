@@ -167,6 +167,11 @@ class Compared:
     shares: list[float]
     tolerance: float
 
+    @property
+    def unlike(self) -> int:
+        """How many values are of no kind."""
+        return sum(not self.kinds(place) for place in range(len(self.whole.values)))
+
     def kinds(self, place: int, largest: float = 0.0) -> frozenset[str]:
         """The kinds that a value may be of; values of parts began with nothing."""
         return self._kinds(0.0, lambda run: run.values[place], largest)
@@ -278,19 +283,21 @@ class PartsProbe:
             self._axes = self._axes_of_draws(each[0], whole)
             draws = [*zip(whole.draws, self._axes, strict=True)]
             shares = [(own.stop - own.start) / rows for own in places]
-            found = []
-            several = any(axis is not None and draw.shape[axis] > rows for draw, axis in draws)
-            for in_turn in (False, True)[: 1 + several]:
+
+            def parted(in_turn: bool) -> Compared:
                 parts = []
                 for tensors, own in zip(each, places, strict=True):
                     drawn = [_of_rows(draw, axis, rows, own, in_turn) for draw, axis in draws]
                     self._restore(start)
                     parts.append(self._trial(tensors, drawn))
-                found.append(Compared(start, whole, parts, shares, self.tolerance))
+                return Compared(start, whole, parts, shares, self.tolerance)
+
+            found = parted(in_turn=False)
+            several = any(axis is not None and draw.shape[axis] > rows for draw, axis in draws)
+            if several and found.unlike:
+                found = min(found, parted(in_turn=True), key=lambda one: one.unlike)
             self._restore(whole.state)
-            return max(
-                found, key=lambda one: sum(map(bool, map(one.kinds, range(len(whole.values)))))
-            )
+            return found
 
         return self._in_widest(attempt)
 

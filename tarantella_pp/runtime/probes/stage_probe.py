@@ -312,7 +312,7 @@ def _mixes(call: Call | None, strange: Sequence[str]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{what} mixes samples, or looks at the number of samples or at the place of one: its "
         f"{how} for some samples of a batch may change when they are alone, so in micro-batches "
-        f"it would train something else than in one process. {UNCUT}, or a form of it that "
+        f"it would train something else than in one process. {UNCUT}, or a form of the layer that "
         "treats each sample by itself, with the samples along the first dimension."
     )
 
@@ -322,8 +322,8 @@ def _takes_no_parts(error: Exception, layer: Any) -> UnsupportedModelError:
     what = place_of(said.rpartition("(node ")[2].partition(",")[0], layer)
     return UnsupportedModelError(
         f"{what if what.startswith('Layer') else 'A layer'} does not run with fewer samples than a "
-        f"batch has, as in micro-batches: {said}. {UNCUT}, or a form of it that treats each sample "
-        "by itself, and asks for keras.ops.shape(x)[0] of inputs without batch_shape."
+        f"batch has, as in micro-batches: {said}. {UNCUT}, or a form of the layer that treats each "
+        "sample by itself, and asks for keras.ops.shape(x)[0] of inputs without batch_shape."
     )
 
 

@@ -126,7 +126,7 @@ def test_batch_statistics_are_warned_of():
     assert len(w) == 1
     assert w[0].filename == __file__
     many = keras.Sequential([keras.Input((4,)), *(layers.BatchNormalization() for _ in range(9))])
-    with pytest.warns(UserWarning, match=r"layers (\w+, ){2}\w+ and 6 more take"):
+    with pytest.warns(UserWarning, match=r"layers (\w+, ){3}and 6 more take"):
         tnt.PipelineModel(many, num_stages=2, num_micro_batches=2).compile("sgd", "mse")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

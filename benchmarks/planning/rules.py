@@ -73,7 +73,7 @@ def main() -> None:
             if balance == "flops":
                 value = float(np.bincount(stages, costs.flops()).max())
             else:
-                priced = costs.stages(stages, settled.in_flight, settled.repeats)
+                priced = costs.stages(stages)
                 value = float(max(stage.memory_bytes for stage in priced))
             ours = ours or value
             print(f"| {rule} | {value:.6g} | {value / ours:.3f} |")

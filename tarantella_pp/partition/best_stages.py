@@ -209,7 +209,7 @@ class _Problem:
         return [float(one.memory_bytes if self.whole else one.lasting_bytes) for one in stages]
 
     def _stages(self, assignment: Sequence[int]) -> tuple[StagePlan, ...]:
-        return self.costs.stages(assignment, self.options.in_flight, self.options.repeats)
+        return self.costs.stages(assignment)
 
 
 def rank_totals(values: Sequence[float], ranks: Sequence[int]) -> Array:
@@ -299,9 +299,7 @@ class StageMemory:
         nodes = _members(end & ~begin)
         users = self._stages_of_weights(nodes, begin, end, stage)
         received, sent = self._messages(nodes, begin, end, stage)
-        held, again = options.in_flight[stage], options.repeats.get(stage)
-        edges = (*received, *sent)
-        size = costs.stage(nodes, stage, last, held, again, edges, users).memory_bytes
+        size = costs.stage(nodes, stage, (*received, *sent), users).memory_bytes
         arriving = [[options.sent(cut) + cut.mask_bytes for cut in received]]
         arriving += [[options.sent(cut) for cut in sent if cut.has_gradient]]
         together = [sum(sizes) for sizes in arriving]

@@ -119,7 +119,7 @@ class Planner:
         seconds = None if self.profile is None else self.profile.seconds(options.micro_batch_size)
         return StageCostModel(
             self.graph, self.slots, options, seconds, machine=self.machine, work=self.work,
-            held_again=options.held_again,
+            in_flight=options.in_flight, held_again=options.held_again, repeats=options.repeats,
         )  # fmt: skip
 
     @property
@@ -193,7 +193,7 @@ class Planner:
 
         def fits(worth: Array) -> npt.NDArray[np.bool_]:
             made = settings(worth)
-            costs = self.costs(made).stages(solution.assignment, made.in_flight, made.repeats)
+            costs = self.costs(made).stages(solution.assignment)
             return np.array(
                 [one.memory_bytes <= most for one, most in zip(costs, limits, strict=True)]
             )
@@ -228,7 +228,7 @@ class Planner:
         """Writes down the plan of an assignment."""
         graph, assignment, costs = self.graph, solution.assignment, self.costs(options)
         buckets = gradient_buckets(graph, assignment, options.num_stages, options.fusion_threshold)
-        stages = costs.stages(assignment, options.in_flight, options.repeats)
+        stages = costs.stages(assignment)
         guessed = [
             n.kind
             for n in graph.nodes

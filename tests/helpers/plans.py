@@ -30,7 +30,7 @@ def chain_graph(length=4, width=8):
     return LayerGraph(tuple(nodes), tuple(tensors), (0,), (length,), tuple(weights))
 
 
-def costs_of(graph, rows, *, micro_batches=1, replicas=1, slots=None, seconds=None, **changes):
+def costs_of(graph, rows, held=(1,), *, micro_batches=1, replicas=1, slots=None, **changes):
     """The costs of a graph for micro-batches of some rows, with two optimizer slots."""
     config = PlanConfig(
         **{
@@ -46,14 +46,14 @@ def costs_of(graph, rows, *, micro_batches=1, replicas=1, slots=None, seconds=No
     )
     if slots is None:
         slots = [2 * weight.bytes * weight.trainable for weight in graph.weights]
-    return StageCostModel(graph, slots, config, seconds)
+    return StageCostModel(graph, slots, config, in_flight=held)
 
 
 def plan_of(graph, assignment, held=None, **changes):
     """The plan of an assignment, with two optimizer slots and 4 micro-batches of 8 samples."""
     num_stages = max(assignment) + 1
     held = held or [num_stages - stage for stage in range(num_stages)]
-    costs = costs_of(graph, 8)
+    costs = costs_of(graph, 8, held)
     plan = Plan(
         model="chain",
         num_stages=num_stages,
@@ -67,7 +67,7 @@ def plan_of(graph, assignment, held=None, **changes):
         fingerprint=graph.fingerprint(),
         node_names=tuple(node.name for node in graph.nodes),
         assignment=tuple(assignment),
-        stages=costs.stages(assignment, held),
+        stages=costs.stages(assignment),
         cuts=costs.cuts(assignment),
         certificate=Certificate(3072.0, 3072.0, 0.0, True, "chain DP, 5 ideals", 0.001),
         bubble=0.2,

@@ -71,7 +71,10 @@ def problems(draw, balances=("memory", "flops")):
         draw(st.sets(st.integers(0, tensors - 1), max_size=3)),
         draw(st.sets(st.integers(0, nodes - 1), max_size=2).filter(lambda one: len(one) != 1)),
     )
-    costs = StageCostModel(graph, [2 * weight.bytes for weight in graph.weights], options)
+    costs = StageCostModel(
+        graph, [2 * weight.bytes for weight in graph.weights], options,
+        in_flight=options.in_flight, repeats=options.repeats,
+    )  # fmt: skip
     return costs, options, all_plans(costs, options)
 
 
@@ -87,7 +90,7 @@ def all_plans(costs, options):
 def largest(costs, options, assignment):
     if options.balance == "flops":
         return max(np.bincount(assignment, costs.flops()))
-    stages = costs.stages(assignment, options.in_flight, options.repeats)
+    stages = costs.stages(assignment)
     return max(stage.memory_bytes for stage in stages)
 
 

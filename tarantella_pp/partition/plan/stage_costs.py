@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -46,8 +45,11 @@ class StageCostModel:
     machine: HardwareSpec | None = None  # what computes; `None` where arithmetic alone counts
     # What each node does; `None` to have that counted when it is asked for
     work: Sequence[NodeWork] | None = None
+    in_flight: Sequence[int] = ()  # most micro-batches that each stage holds at a time
     # For how many micro-batches each stage holds what its B made for its W; not counted if empty
     held_again: Sequence[HeldAgain] = ()
+    # The same of what stages that recompute have made again
+    repeats: Mapping[int, HeldAgain] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> int:
@@ -125,39 +127,23 @@ class StageCostModel:
             if weight.trainable and len(stages) > 1
         )
 
-    def stages(
-        self,
-        assignment: Sequence[int],
-        in_flight: Sequence[int],
-        repeats: Mapping[int, HeldAgain] = MappingProxyType({}),
-    ) -> tuple[StagePlan, ...]:
-        """Returns what each stage costs; `repeats`: see `Settings.repeats`."""
+    def stages(self, assignment: Sequence[int]) -> tuple[StagePlan, ...]:
+        """Returns what each stage costs."""
         cuts, users = self.cuts(assignment), self.graph.users(assignment)
-        last = len(in_flight) - 1
-        nodes: list[list[int]] = [[] for _ in in_flight]
+        nodes: list[list[int]] = [[] for _ in self.in_flight]
         for node, stage in enumerate(assignment):
             nodes[stage].append(node)
-        return tuple(
-            self.stage(own, stage, last, in_flight[stage], repeats.get(stage), cuts, users)
-            for stage, own in enumerate(nodes)
-        )
+        return tuple(self.stage(own, stage, cuts, users) for stage, own in enumerate(nodes))
 
     def stage(
-        self,
-        ids: Sequence[int],
-        stage: int,
-        last: int,
-        in_flight: int,
-        repeats: HeldAgain | None,
-        cuts: Sequence[CutEdge],
-        users: peak_memory.Users,
+        self, ids: Sequence[int], stage: int, cuts: Sequence[CutEdge], users: peak_memory.Users
     ) -> StagePlan:
         """Returns what one stage costs."""
-        graph, rows = self.graph, self.rows
+        graph, rows, in_flight = self.graph, self.rows, self.in_flight[stage]
         nodes = [graph.nodes[i] for i in ids]
         weights = [graph.weights[w] for w in sorted({w for node in nodes for w in node.weights})]
         parameters = sum(weight.bytes for weight in weights if weight.trainable)
-        kept, size, whole = self._kept(ids, again=repeats is not None)
+        kept, size, whole = self._kept(ids, again=stage in self.repeats)
         names = {graph.tensors[t].name for t in kept}
         # Messages whose shapes go first are not waited for.
         shapes = any(cut.source == stage and cut.tensor in graph.unsized for cut in cuts)
@@ -168,10 +154,10 @@ class StageCostModel:
         backward = self._backward.bytes(ids, rows)
         again, share = 0, 0.0
         repeated = max(0, whole - size)
-        if repeats is not None:
+        if (held := self.repeats.get(stage)) is not None:
             again, share = self._repeated(nodes, backward)
             # Until their W is done it is there of those whose B is, or whose R.
-            again = repeats.micro_batches * repeated + (not repeats.whole) * (again - repeated)
+            again = held.micro_batches * repeated + (not held.whole) * (again - repeated)
         waiting = self._waiting_for_w(ids, stage, cuts)
         # While one runs backward, the others wait for their W.
         others = self.held_again[stage].micro_batches - 1 if waiting else 0
@@ -181,7 +167,7 @@ class StageCostModel:
         gone = in_flight * size + again  # at the end of a step
         update = max(peak_memory.update_bytes(graph, share, self.slots) for share in shares) - gone
         made = peak_memory.OutputBytes()
-        if self.outputs is not None and stage == last:
+        if self.outputs is not None and stage == len(self.in_flight) - 1:
             count = self.config.num_micro_batches
             made = peak_memory.output_bytes(graph, rows, count, in_flight, self.outputs, kept)
         times = None if self.seconds is None else [self.seconds[i] for i in ids]
@@ -324,15 +310,16 @@ def with_batch(
         gpipe = {"schedule": "gpipe", "schedule_text": None, "in_bubbles": ()}
     changed = msgspec.structs.replace(plan, batch_size=batch_size, outputs=outputs, **gpipe)
     slots = [2 * weight.bytes * weight.trainable for weight in graph.weights]  # Adam's
-    before, now = (
-        StageCostModel(graph, slots, p, outputs=p.outputs, held_again=p.held_again)
-        for p in (plan, changed)
-    )
     planned = [stage.in_flight for stage in plan.stages]
-    old_stages = before.stages(plan.assignment, planned, plan.repeats)
-    new_stages = now.stages(plan.assignment, in_flight or planned, changed.repeats)
-    stages = []
-    for stage, old, new in zip(plan.stages, old_stages, new_stages, strict=True):
+    before, now = (
+        StageCostModel(
+            graph, slots, p, outputs=p.outputs, in_flight=held, held_again=p.held_again,
+            repeats=p.repeats,
+        )
+        for p, held in ((plan, planned), (changed, in_flight or planned))
+    )  # fmt: skip
+    stages, both = [], [costs.stages(plan.assignment) for costs in (before, now)]
+    for stage, old, new in zip(plan.stages, *both, strict=True):
         more = {name: getattr(new, name) - getattr(old, name) for name in _GROWING}
         sizes: dict[str, Any] = {
             name: max(0, getattr(stage, name) + size) for name, size in more.items()

@@ -1,5 +1,7 @@
 """Memory of the backward pass, of messages, of updates, and of gradients between replicas."""
 
+from dataclasses import replace
+
 import keras
 import msgspec
 import pytest
@@ -81,10 +83,10 @@ def test_sparse_gradients_become_dense_for_each_slot(optimizer, copies):
 def test_the_update_counts_where_it_needs_more_than_activations():
     graph = graph_of(*[dense() for _ in range(4)])
     costs = costs_of(graph, 2)
-    (stage,) = costs.stages([0] * 4, [1])
+    (stage,) = costs.stages([0] * 4)
     assert stage.activation_bytes_total == 4 * 2 * 16 * 4
     assert stage.working_bytes == 4 * KERNEL - stage.activation_bytes_total
-    (busy,) = costs.stages([0] * 4, [100])
+    (busy,) = replace(costs, in_flight=[100]).stages([0] * 4)
     assert busy.working_bytes == played(graph, 2)
 
 
@@ -128,8 +130,8 @@ def test_stages_that_send_shapes_first_have_no_window():
     unsure = msgspec.structs.replace(graph, tensors=tensors)
 
     def sends(graph, schedule):
-        costs = costs_of(graph, 2, slots=[0] * len(graph.weights), num_stages=2, schedule=schedule)
-        return costs.stages([0, 0, 1, 1], [500, 500])[0].working_bytes
+        options = {"num_stages": 2, "schedule": schedule, "slots": [0] * len(graph.weights)}
+        return costs_of(graph, 2, [500, 500], **options).stages([0, 0, 1, 1])[0].working_bytes
 
     window, none = "gpipe", "1f1b"
     assert sends(graph, window) < sends(graph, none) == sends(unsure, none) == sends(unsure, window)
@@ -137,10 +139,9 @@ def test_stages_that_send_shapes_first_have_no_window():
 
 def test_stages_that_recompute_keep_what_they_receive():
     graph = graph_of(dense(), dense(), dense())
-    costs = costs_of(graph, 1000, slots=[0] * len(graph.weights))
-    plain, again = (
-        costs.stages([0, 1, 2], [3, 2, 1], repeats)[1] for repeats in ({}, {1: HeldAgain(1)})
-    )
+    costs = costs_of(graph, 1000, [3, 2, 1], slots=[0] * len(graph.weights))
+    repeating = replace(costs, repeats={1: HeldAgain(1)})
+    plain, again = (one.stages([0, 1, 2])[1] for one in (costs, repeating))
     assert plain.buffer_bytes == again.buffer_bytes == 2 * 1000 * 16 * 4
     assert again.activation_bytes_total == plain.activation_bytes_total == 2 * 1000 * 16 * 4
 

@@ -97,7 +97,7 @@ def test_rules_say_what_a_traced_backward_pass_keeps(name):
     every = []
     for worth in (0.0, FLOPS_PER_BYTE):
         costs = costs_of(graph, rows, flops_per_byte=worth)
-        (stage,) = costs.stages([0] * len(graph.nodes), [1])
+        (stage,) = costs.stages([0] * len(graph.nodes))
         kept = traced_bytes(extracted, rows, worth)
         assert stage.activation_bytes == pytest.approx(kept, rel=0.12, abs=100), worth
         every.append(kept)
@@ -150,30 +150,30 @@ def test_shared_optimizer_state_is_that_of_the_fullest_replica(name):
     graph = extract(RULES[name]()).graph
     cut = [int(node.id >= len(graph.nodes) // 2) for node in graph.nodes]
     for assignment, held in (([0] * len(cut), [1]), (cut, [2, 1])):
-        whole = costs_of(graph, 2).stages(assignment, held)
-        costs = costs_of(graph, 2, replicas=2, shard_optimizer=True)
-        for stage, before in zip(costs.stages(assignment, held), whole, strict=True):
+        whole = costs_of(graph, 2, held).stages(assignment)
+        costs = costs_of(graph, 2, held, replicas=2, shard_optimizer=True)
+        for stage, before in zip(costs.stages(assignment), whole, strict=True):
             half = before.optimizer_bytes / 2
             assert half <= stage.optimizer_bytes <= max(4 / 3 * half, max(costs.slots, default=0))
 
 
 def test_cuts_carry_skips():
     graph = extract(models.one_skip()).graph
-    costs = costs_of(graph, 2)
+    costs = costs_of(graph, 2, [3, 2, 1])
     cuts = costs.cuts([0, 1, 1, 2, 2])
     assert [(cut.source, cut.targets) for cut in cuts] == [(0, (1, 2)), (1, (2,))]
     assert cuts[0].bytes == 2 * 6 * 4
     assert all(cut.has_gradient for cut in cuts)
-    stages = costs.stages([0, 1, 1, 2, 2], [3, 2, 1])
+    stages = costs.stages([0, 1, 1, 2, 2])
     # One message ahead, the gradients in use, and the skip, which the last stage does not keep.
     assert [stage.buffer_bytes for stage in stages] == [48 + 96, 48 + 48, 48 + 48]
 
 
 def test_gradients_of_products_wait_for_their_w():
     graph = extract(chain((64,), *map(layers.Dense, [64] * 4))).graph
-    costs = costs_of(graph, 512)
+    costs = costs_of(graph, 512, [3, 3])
     waiting = replace(costs, held_again=[HeldAgain(3, False)] * 2)
-    pairs = [one.stages([0, 0, 1, 1], [3, 3]) for one in (costs, waiting)]
+    pairs = [one.stages([0, 0, 1, 1]) for one in (costs, waiting)]
     # The first stage has no B.
     assert [b.memory_bytes - a.memory_bytes for a, b in zip(*pairs, strict=True)] == [0, 1 << 19]
 

@@ -20,7 +20,7 @@ from tarantella_pp.internals.training import logits_of
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.stage import stage_boundary
-from tarantella_pp.runtime.stage.running_calls import run_calls
+from tarantella_pp.runtime.stage.running_calls import Values, run_calls
 
 Activation = Callable[[tf.Tensor], tf.Tensor]
 
@@ -49,9 +49,9 @@ def _activation(extracted: ExtractedModel, call: Call, tensor: int) -> Activatio
     kinds: list[Activation | None] = []
 
     def trace(*inputs: tf.Tensor) -> None:
-        values = dict(zip(call.inputs, inputs, strict=True))
-        run_calls([call], values, {}, training=False)
-        made = values[tensor]
+        values = Values(dict(zip(call.inputs, inputs, strict=True)))
+        run_calls([call], values, training=False)
+        made = values.tensors[tensor]
         logits = logits_of(made)
         alike = logits is not None and (logits.dtype, logits.shape) == (made.dtype, made.shape)
         kinds.append(_ACTIVATIONS.get(made.op.type) if alike else None)

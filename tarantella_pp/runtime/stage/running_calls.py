@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -24,61 +25,58 @@ from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.partition.graph.layer_trace import LayerCall, Made, Path, is_glue, own_tensor
 from tarantella_pp.partition.graph.traced_costs import frontier
 
-Values: TypeAlias = dict[int, Any]
 Observer: TypeAlias = Callable[[Call, Sequence[Any]], None]
 
 
+@dataclass(frozen=True)
+class Values:
+    """Tensors of a model that are here, by their ids, and their masks."""
+
+    tensors: dict[int, Any]
+    masks: dict[int, Any] = field(default_factory=dict)
+    observe: Observer | None = None  # is given what each node makes
+
+    def made(self, call: Call) -> None:
+        """Takes in the masks of what a node has made."""
+        if self.observe is not None:
+            self.observe(call, [self.tensors[tensor] for tensor in call.outputs])
+        self.masks.update((t, functional.get_mask(self.tensors[t])) for t in call.outputs)
+
+
 def run_calls(
-    calls: Sequence[Call],
-    tensors: Values,
-    masks: Values,
-    training: bool | None,
-    observe: Observer | None = None,
+    calls: Sequence[Call], values: Values, training: bool | None
 ) -> list[tuple[str, Any]]:
-    """Adds what the nodes make to the tensors and masks; returns losses that no layer keeps."""
+    """Adds what the nodes make to the values; returns losses that no layer keeps."""
     losses: list[tuple[str, Any]] = []
     groups = itertools.groupby(calls, lambda call: id(call.place.whole if call.place else call))
     for _, group in groups:
         some = list(group)
         if some[0].place is None:
             for call in some:
-                _run_call(call, tensors, masks, training, observe)
+                _run_call(call, values, training)
         else:
-            losses += _OpenedRun(some, tensors, masks, training, observe).run()
+            losses += _OpenedRun(some, values, training).run()
     return losses
 
 
-def _run_call(
-    call: Call, tensors: Values, masks: Values, training: bool | None, observe: Observer | None
-) -> None:
+def _run_call(call: Call, values: Values, training: bool | None) -> None:
+    tensors = values.tensors
     for tensor in call.inputs:
         # A layer may have taken the mask off an input that others still need it with.
-        functional.set_mask(tensors[tensor], None if tensor in call.unmasked else masks.get(tensor))
+        mask = None if tensor in call.unmasked else values.masks.get(tensor)
+        functional.set_mask(tensors[tensor], mask)
     known = {key: tensors[tensor] for key, tensor in call.bindings.items()}
     args, kwargs = call.arguments.fill_in(known)
     results = functional.operation_fn(call.operation, training=training)(*args, **kwargs)
     tensors.update(zip(call.outputs, functional.tree.flatten(results), strict=True))
-    _made(call, tensors, masks, observe)
-
-
-def _made(call: Call, tensors: Values, masks: Values, observe: Observer | None) -> None:
-    if observe is not None:
-        observe(call, [tensors[tensor] for tensor in call.outputs])
-    masks.update((tensor, functional.get_mask(tensors[tensor])) for tensor in call.outputs)
+    values.made(call)
 
 
 class _OpenedRun:
     """Runs some parts of one call of an opened layer."""
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        tensors: Values,
-        masks: Values,
-        training: bool | None,
-        observe: Observer | None,
-    ) -> None:
-        self._first, self._training = calls[0], training
+    def __init__(self, calls: Sequence[Call], values: Values, training: bool | None) -> None:
+        self._first, self._values, self._training = calls[0], values, training
         places = [call.place for call in calls if call.place is not None]
         self._whole, self._layer = places[0].whole, places[0].whole.layer
         self._here = {p.path: (p, call) for p, call in zip(places, calls, strict=True)}
@@ -86,7 +84,6 @@ class _OpenedRun:
         self._around = {path[:i] for path in self._here for i in range(len(path))}
         self._around |= self._layer.paths & self._here.keys()
         self._own = {id(variable) for call in calls for variable in call.variables}
-        self._tensors, self._masks, self._observe = tensors, masks, observe
         self._losses: list[tuple[Path, Any]] = []  # and the calls whose code adds them
         self._missing: set[Any] = set()  # operations: placeholders of absent tensors
         self._args: dict[Path, list[Any]] = {}  # tensors that calls were given, and their masks
@@ -112,9 +109,9 @@ class _OpenedRun:
     def _value(self, tensor: int, unmasked: bool = False) -> Any:
         """A tensor that is here, or a placeholder for it, with its mask."""
         spec, mask = self._whole.tensors[tensor], None
-        if tensor in self._tensors:
-            value = self._tensors[tensor]
-            mask = self._masks.get(tensor)
+        if tensor in self._values.tensors:
+            value = self._values.tensors[tensor]
+            mask = self._values.masks.get(tensor)
         else:
             value = self._placeholder(spec.dtype, spec.shape)
             if spec.mask_shape is not None:
@@ -167,10 +164,10 @@ class _OpenedRun:
             values = [
                 value for value in functional.tree.flatten(result) if isinstance(value, tf.Tensor)
             ]
-            self._tensors.update(zip(self._whole.made[path], values, strict=True))
-            _made(self._here[path][1], self._tensors, self._masks, self._observe)
+            self._values.tensors.update(zip(self._whole.made[path], values, strict=True))
+            self._values.made(self._here[path][1])
             return result
-        is_known = all(tensor in self._tensors for tensor in self._whole.made[path])
+        is_known = all(tensor in self._values.tensors for tensor in self._whole.made[path])
         return self._packed(known) if is_known else result
 
     def _enter(self, path: Path, call: Any, layer: Any, args: Any, kwargs: Any) -> Any:
@@ -192,9 +189,9 @@ class _OpenedRun:
         if self._training is not False or not given.keys() >= {*map(self._spec, made)}:
             raise self._error(f"does not call '{known.layer.name}', as when it was read")
         for tensor in made:
-            self._tensors[tensor] = own_tensor(self._value(given[self._spec(tensor)]))
+            self._values.tensors[tensor] = own_tensor(self._value(given[self._spec(tensor)]))
         if call is not None:
-            _made(call, self._tensors, self._masks, self._observe)
+            self._values.made(call)
 
     def _spec(self, tensor: int) -> tuple[Any, ...]:
         spec = self._whole.tensors[tensor]
@@ -221,11 +218,12 @@ class _OpenedRun:
     def _check(self) -> None:
         """Refuses parts that follow from something else than when the layer was read."""
         known: dict[Any, set[int]] = {}
-        for tensor, value in (*self._tensors.items(), *self._masks.items()):
+        tensors, masks = self._values.tensors, self._values.masks
+        for tensor, value in (*tensors.items(), *masks.items()):
             if value is not None:
                 known.setdefault(value.ref(), set()).add(tensor)
         for place, call in self._here.values():
-            made = [values.get(t) for values in (self._tensors, self._masks) for t in call.outputs]
+            made = [values.get(t) for values in (tensors, masks) for t in call.outputs]
             made += [loss for path, loss in self._losses if path == place.path]
             found, is_missing = self._sources(made, known, set(call.outputs))
             if is_missing:

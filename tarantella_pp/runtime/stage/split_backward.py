@@ -57,12 +57,10 @@ class SplitBackward:
         """Bytes kept for each micro-batch, unknown rows as one; `None` where loops keep lists."""
         return _bytes_of(self._cut.residuals)
 
-    def forward(
-        self, key: int, inputs: Sequence[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+    def forward(self, key: int, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Runs micro-batch `key` forward and keeps its residuals."""
         *outputs, added = self._forward(_key(key), *inputs)
-        return outputs, added if self._module.added_by[True] else None
+        return outputs, added
 
     def repeat(self, key: int) -> None:
         """Makes again, and keeps, what the backward pass of `key` would repeat that is dear."""

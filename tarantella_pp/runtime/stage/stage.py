@@ -90,16 +90,14 @@ class TapeBackward:
         run = functools.partial(module.run, training=True)
         self._forward = tf.function(run, autograph=False, reduce_retracing=True)
 
-    def forward(
-        self, key: int, inputs: Sequence[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+    def forward(self, key: int, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Runs micro-batch `key` forward on a tape of its own."""
         sources = self._module.sources(inputs)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*sources, *self._module.variables])
             outputs, added = self._forward(list(inputs))
         self._tapes[key] = tape, sources, self._module.targets(outputs, added)
-        return outputs, added if self._module.added_by[True] else None
+        return outputs, added
 
     def repeat(self, key: int) -> None:
         """Does nothing: a tape keeps all of the forward pass."""
@@ -180,7 +178,8 @@ class Stage:
             self._first = specs_of(inputs)
         work = self._running[key] = self.passes.for_inputs(inputs, self._first)
         with self._weighed(share, training=True):
-            return work.forward(key, inputs)
+            outputs, added = work.forward(key, inputs)
+        return outputs, added if self.module.added_by[True] else None
 
     def repeat(self, key: int) -> None:
         """Makes again what the backward pass needs and was not kept (action R)."""

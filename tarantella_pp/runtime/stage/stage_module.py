@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,7 @@ from tarantella_pp.internals.training import added_losses, logits_of
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.stage.forward_state import BatchStatistics
 from tarantella_pp.runtime.stage.model_outputs import as_made
-from tarantella_pp.runtime.stage.running_calls import run_calls
+from tarantella_pp.runtime.stage.running_calls import Observer, Values, run_calls
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageBoundary
 from tarantella_pp.runtime.weights.slices import Slices, put_together
 
@@ -194,7 +194,7 @@ class StageLayer(keras.layers.Layer):
         self.calls = tuple(calls)
         self.knows_no_training = any(call.knows_no_training for call in calls)
         self.boundary = boundary
-        self.observe: Callable[[Call, Sequence[Any]], None] | None = None
+        self.observe: Observer | None = None
         layers = [c.operation for c in calls if isinstance(c.operation, keras.layers.Layer)]
         self.tracked = list(dict.fromkeys(layers))
         # What is read past these layers
@@ -207,28 +207,26 @@ class StageLayer(keras.layers.Layer):
         self, values: Sequence[Any], training: bool | None = None
     ) -> tuple[list[Any], list[tuple[str, Any]]]:
         """Runs the nodes."""
-        tensors, masks = self._received(values)
-        losses = run_calls(self.calls, tensors, masks, training, self.observe)
-        outputs = [self._value(tensor, tensors, masks) for tensor in self.boundary.outputs]
+        known = self._received(values)
+        losses = run_calls(self.calls, known, training)
+        outputs = [self._value(tensor, known) for tensor in self.boundary.outputs]
         return outputs, [*added_losses(self), *losses]
 
-    def _received(self, values: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-        tensors: dict[int, Any] = {}
-        masks: dict[int, Any] = {}
+    def _received(self, values: Sequence[Any]) -> Values:
+        known = Values({}, observe=self.observe)
         for tensor, value in zip(self.boundary.inputs, values, strict=True):
             if tensor.mask:
-                masks[tensor.tensor] = value
+                known.masks[tensor.tensor] = value
             else:
-                tensors[tensor.tensor] = as_made(value, tensor.tensor, self.boundary.activations)
-        return tensors, masks
+                made = as_made(value, tensor.tensor, self.boundary.activations)
+                known.tensors[tensor.tensor] = made
+        return known
 
-    def _value(
-        self, tensor: BoundaryTensor, tensors: Mapping[int, Any], masks: Mapping[int, Any]
-    ) -> Any:
+    def _value(self, tensor: BoundaryTensor, known: Values) -> Any:
         if not tensor.mask:
-            value = tensors[tensor.tensor]
+            value = known.tensors[tensor.tensor]
             return logits_of(value) if tensor.tensor in self.boundary.activations else value
-        mask = masks.get(tensor.tensor)
+        mask = known.masks.get(tensor.tensor)
         if mask is None:
             raise UnsupportedModelError(
                 f"Stage {self.boundary.index} should hand on a mask with tensor {tensor.tensor}, "

@@ -28,6 +28,7 @@ from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.weights.optimizer_state import OptimizerState
+from tarantella_pp.runtime.weights.rank_weights import PlacedModel
 from tarantella_pp.schedule import Schedule, read_schedule
 
 
@@ -160,11 +161,9 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             self.dtype_policy = model.dtype_policy
             if not model.trainable:
                 self._freeze_whole(model)
+            placed = PlacedModel(extracted, agreed, groups)
             free = plan is None and schedule is None
-            self._engine = Engine(
-                self, extracted, agreed, groups, free_schedule=free,
-                check_every=check_replicas,
-            )  # fmt: skip
+            self._engine = Engine(self, placed, free_schedule=free, check_every=check_replicas)
             self._engine.weights.start_alike()
             initialize_beside(model)
         if model.compiled:
@@ -256,7 +255,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             self._optimizer_state = state
             self._renew()
         if self._engine.communicator.prints:
-            micro_batches = self._engine.num_micro_batches
+            micro_batches = self._engine.placed.num_micro_batches
             model_validation.warn_of_batch_statistics(self._engine.extracted, micro_batches)
             model_validation.warn_of_compilation(given.arguments, stacklevel=4)
 

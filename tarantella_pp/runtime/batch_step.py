@@ -11,14 +11,14 @@ import tensorflow as tf
 
 from tarantella_pp.internals.functional import layer_metrics
 from tarantella_pp.internals.optimizers import loss_scale
-from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.batch import Batch
-from tarantella_pp.runtime.comm.process_groups import ProcessGroups, ReplicaExchange
+from tarantella_pp.runtime.comm.process_groups import ReplicaExchange
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.compilation import BatchMetrics, Compilation
 from tarantella_pp.runtime.loss import LossArguments, LossValue
 from tarantella_pp.runtime.probes.stage_probe import StageProbe
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor
+from tarantella_pp.runtime.weights.rank_weights import PlacedModel
 from tarantella_pp.runtime.weights.remote_variables import OF_METRICS, StepCounter, make_remote
 from tarantella_pp.runtime.weights.shared_weights import broadcast_variable
 
@@ -209,29 +209,23 @@ class BatchStep:
 class SharedLogs:
     """What the ranks of a pipeline know of its losses, metrics and outputs."""
 
-    def __init__(
-        self,
-        model: Any,
-        extracted: ExtractedModel,
-        assignment: Sequence[int],
-        placement: Sequence[int],
-        groups: ProcessGroups,
-    ) -> None:
+    def __init__(self, model: Any, placed: PlacedModel) -> None:
+        placement = placed.placement
         self._model = model
-        self._ranks = groups.pipeline
+        self._ranks = placed.groups.pipeline
         self._last = placement[-1]
         self._clock = StepCounter(OF_METRICS)
         self._differ = False
         self._owners: dict[int, int] = {}
         # The variables of metrics that layers update when they are called, by rank.
         self._of_layers: dict[int, list[Any]] = {rank: [] for rank in placement}
-        for call, stage in zip(extracted.calls, assignment, strict=True):
+        for call, stage in zip(placed.extracted.calls, placed.plan.assignment, strict=True):
             for variable in (v for m in layer_metrics(call.operation) for v in m.variables):
                 if id(variable) not in self._owners:
                     self._owners[id(variable)] = placement[stage]
                     self._of_layers[placement[stage]].append(variable)
         # What layers have measured is known only once replicas have added it up.
-        self.reports_late = bool(self._owners) and groups.num_replicas > 1
+        self.reports_late = bool(self._owners) and placed.groups.num_replicas > 1
 
     def report(self, added: tf.Tensor) -> None:
         """Tells the rank of the last stage what this one adds to loss and metrics of the batch."""

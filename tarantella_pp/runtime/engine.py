@@ -21,7 +21,6 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import with_findings
 from tarantella_pp.runtime.batch import Batch, BatchShare, batch_shares, needs_of_ranks
 from tarantella_pp.runtime.batch_step import BatchStep, SharedLogs
-from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.data_adapter import single_batch
 from tarantella_pp.runtime.data_feed import DataFeed
@@ -31,7 +30,7 @@ from tarantella_pp.runtime.stage.graph_functions import unoptimized
 from tarantella_pp.runtime.stage.model_outputs import pack_outputs
 from tarantella_pp.runtime.step_schedules import MemoryCheck, StepSchedules
 from tarantella_pp.runtime.weights.optimizer_probe import check_division
-from tarantella_pp.runtime.weights.rank_weights import RankWeights
+from tarantella_pp.runtime.weights.rank_weights import PlacedModel, RankWeights
 
 
 class Engine:
@@ -40,18 +39,15 @@ class Engine:
     def __init__(
         self,
         model: Any,
-        extracted: ExtractedModel,
-        plan: Plan,
-        groups: ProcessGroups,
+        placed: PlacedModel,
         *,
-        free_schedule: bool = False,
+        free_schedule: bool,
+        check_every: int | None,
         weights: RankWeights | None = None,
-        check_every: int | None = None,
     ) -> None:
-        self.extracted = extracted
-        self.groups = groups
+        self.extracted: ExtractedModel = placed.extracted
+        self.groups = groups = placed.groups
         self.communicator = groups.world
-        self.placement = plan.schedule_spec(groups.pipeline.size).placement
         # Keras' logs after the last step; empty once metrics are reset.
         self.logs: dict[str, Any] = {}
         # Stages of any rank that could not be cut in three, and why, once trained.
@@ -59,27 +55,21 @@ class Engine:
         # Called once, when the metrics of the next training step have variables.
         self.before_training: Callable[[], object] | None = None
         self._model = model
-        self._plan = plan
+        self.placed = placed
         self._check_every = check_every
-        # One process stands for all replicas: it runs their micro-batches one after the other.
-        self.num_micro_batches = plan.num_micro_batches * plan.num_replicas
-        self._micro_batches = self.num_micro_batches // groups.num_replicas
-        self.stages = RankStages(extracted, plan, self.placement, groups)
-        self.weights = RankWeights(
-            extracted, plan, self.placement, groups, model.variables, weights
-        )
+        self.stages = RankStages(placed)
+        self.weights = RankWeights(placed, model.variables, weights)
         self.schedules = StepSchedules(
-            plan, self._micro_batches, self.stages.edges, self.weights.bucket_counts, groups,
-            free_schedule,
-        )  # fmt: skip
-        self.memory = MemoryCheck(plan, extracted, self.schedules, groups)
+            placed, self.stages.edges, self.weights.bucket_counts, free_schedule
+        )
+        self.memory = MemoryCheck(placed, self.schedules)
         self.feed = DataFeed(
             groups.world,
-            needs_of_ranks(self.stages.model_inputs, self.placement, groups),
+            needs_of_ranks(self.stages.model_inputs, placed.placement, groups),
             functools.partial(standardize_inputs, model),
             self._shares,
         )
-        self.shared_logs = SharedLogs(model, extracted, plan.assignment, self.placement, groups)
+        self.shared_logs = SharedLogs(model, placed)
         self.check_alike = self.weights.check_alike
         self.check_written = self.weights.check_written
         self.share_metrics = self.shared_logs.share_metrics
@@ -89,7 +79,7 @@ class Engine:
     @property
     def plan(self) -> Plan:
         """The plan in force, with the schedule and the stages as they are known by now."""
-        plan = self.memory.largest or self._plan
+        plan = self.memory.largest or self.placed.plan
         if self._model.compiled and self.memory.largest is None:
             has_metrics = compiled_metrics(self._model) is not None
             plan = self.memory.expected(compiled_loss(self._model), has_metrics)
@@ -175,7 +165,7 @@ class Engine:
         same = all(weight.trainable == bool(variable.trainable) for weight, variable in pairs)
         if same and not self.stages.have_run:
             return self
-        plan = self._plan
+        plan = self.placed.plan
         read = extract(self.extracted.model)
         extracted = read.planned_by(plan.fingerprint, plan.node_names)
         if extracted.graph.fingerprint() != plan.fingerprint:
@@ -185,11 +175,10 @@ class Engine:
                 "model again."
             )
         plan.check(extracted.graph)
+        found = with_findings(plan, self.schedules.spec, {})
         return Engine(
-            self._model, extracted, with_findings(plan, self.schedules.spec, {}),
-            self.groups, free_schedule=self.schedules.free,
-            weights=self.weights,
-            check_every=self._check_every,
+            self._model, PlacedModel(extracted, found, self.groups), weights=self.weights,
+            free_schedule=self.schedules.free, check_every=self._check_every,
         )  # fmt: skip
 
     def record(self, recorder: Recorder | None) -> None:
@@ -218,7 +207,7 @@ class Engine:
         )  # fmt: skip
 
     def _shares(self, rows: int) -> list[BatchShare]:
-        return batch_shares(rows, self._micro_batches, self.groups.num_replicas)
+        return batch_shares(rows, self.placed.own_micro_batches, self.groups.num_replicas)
 
     @contextlib.contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:
@@ -260,7 +249,7 @@ class Engine:
             with only_traced():
                 self._compilation = Compilation(
                     self._model, self.extracted, batch,
-                    boundary=self.stages.boundaries[-1], last_rank=self.placement[-1],
+                    boundary=self.stages.boundaries[-1], last_rank=self.placed.placement[-1],
                     modules=self.stages.modules, weights=self.weights,
                 )  # fmt: skip
             self.shared_logs.guard_metrics()

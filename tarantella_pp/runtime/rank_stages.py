@@ -11,11 +11,10 @@ from typing import Any
 import tensorflow as tf
 
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
-from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.batch import Batch
 from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
-from tarantella_pp.runtime.comm.process_groups import ProcessGroups, ReplicaExchange
+from tarantella_pp.runtime.comm.process_groups import ReplicaExchange
 from tarantella_pp.runtime.executor import Executor, Recorder
 from tarantella_pp.runtime.probes.stage_probe import StageProbe
 from tarantella_pp.runtime.stage import stage_boundary
@@ -23,6 +22,7 @@ from tarantella_pp.runtime.stage.forward_state import ForwardState
 from tarantella_pp.runtime.stage.model_outputs import find_activations
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage.stage_messages import StageMessages
+from tarantella_pp.runtime.weights.rank_weights import PlacedModel
 from tarantella_pp.runtime.weights.remote_variables import is_remote, is_stale
 from tarantella_pp.schedule import Transfer
 
@@ -30,13 +30,12 @@ from tarantella_pp.schedule import Transfer
 class RankStages(dict[int, Stage]):
     """This rank's stages, by their numbers."""
 
-    def __init__(
-        self, extracted: ExtractedModel, plan: Plan, placement: Sequence[int], groups: ProcessGroups
-    ) -> None:
+    def __init__(self, placed: PlacedModel) -> None:
         super().__init__()
+        extracted, plan, groups = placed.extracted, placed.plan, placed.groups
         graph, ranks = extracted.graph, groups.pipeline
         self._groups = groups
-        self._placement = placement
+        self._placement = placement = placed.placement
         self.boundaries = stage_boundary.stage_boundaries(
             graph, plan.assignment, plan.num_stages, find_activations(extracted)
         )
@@ -55,8 +54,7 @@ class RankStages(dict[int, Stage]):
         # One stage, one process and one micro-batch: plain Keras, where anything goes.
         self._is_plain = groups.world.size == 1 and len(self.boundaries) == 1
         for module in self.modules.values():
-            parts = plan.num_micro_batches * plan.num_replicas
-            module.statistics.waits = parts > 1 or not self._is_plain
+            module.statistics.waits = placed.num_micro_batches > 1 or not self._is_plain
         self.probes = {
             i: StageProbe(
                 module,

@@ -9,16 +9,15 @@ from typing import Any
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.internals.training import gpu_in_use
-from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.partition.plan.plan_simulation import searched
 from tarantella_pp.partition.plan.stage_costs import ways_to_less_memory, with_batch
 from tarantella_pp.runtime.comm.machine import memory_of_each_rank
-from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 from tarantella_pp.runtime.probes.loss_probe import loss_kinds
 from tarantella_pp.runtime.stage.stage_boundary import StageEdge
+from tarantella_pp.runtime.weights.rank_weights import PlacedModel
 from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, validate
 
 
@@ -26,23 +25,17 @@ class StepSchedules:
     """Schedules with their messages and reductions; each has passed all laws."""
 
     def __init__(
-        self,
-        plan: Plan,
-        num_micro_batches: int,
-        links: Sequence[StageEdge],
-        buckets: Sequence[int],
-        groups: ProcessGroups,
-        free: bool,
+        self, placed: PlacedModel, links: Sequence[StageEdge], buckets: Sequence[int], free: bool
     ) -> None:
-        self.spec = plan.schedule_spec(groups.pipeline.size)
+        self.spec = placed.plan.schedule_spec(placed.groups.pipeline.size)
         self.free = free
-        self._num_micro_batches = num_micro_batches
+        self._num_micro_batches = placed.own_micro_batches
         self._links = [(link.source, link.target) for link in links]
         self._gradient_links = [(link.source, link.target) for link in links if link.gradients]
         self._buckets = buckets
         self._made: dict[tuple[ScheduleSpec, int], Schedule] = {}
         if self.spec.name == SEARCHED and self.spec.custom is None:
-            self.spec = searched(plan, self.spec, num_micro_batches)
+            self.spec = searched(placed.plan, self.spec, placed.own_micro_batches)
 
     def inference(self, count: int) -> Schedule:
         """The schedule of forward passes only."""
@@ -91,20 +84,23 @@ def _asks_too_early(schedule: str, reason: str) -> ConfigurationError:
 class MemoryCheck:
     """Holds a plan against the batches that are trained."""
 
-    plan: Plan
-    extracted: ExtractedModel
+    placed: PlacedModel
     schedules: StepSchedules
-    groups: ProcessGroups
     largest: Plan | None = None  # the plan with the figures of the largest batch so far
+
+    @property
+    def plan(self) -> Plan:
+        """The plan as it was made."""
+        return self.placed.plan
 
     def expected(self, loss: Any, has_metrics: bool) -> Plan:
         """The plan before the first batch, which may show that metrics need all of it."""
-        at_once = loss_kinds(loss, self.extracted).reason
+        at_once = loss_kinds(loss, self.placed.extracted).reason
         return self._of(self.plan.batch_size, OutputUse(at_once, None, has_metrics))
 
     def refuse_compilation(self, loss: Any, has_metrics: bool) -> None:
         """Refuses loss and metrics that do not fit the schedule, or the batch size of the plan."""
-        at_once = loss_kinds(loss, self.extracted).reason
+        at_once = loss_kinds(loss, self.placed.extracted).reason
         if at_once is not None:
             self._check_schedule(at_once)
         if self.plan.limits is not None:
@@ -117,7 +113,7 @@ class MemoryCheck:
             return
         if not self.schedules.free:
             raise _asks_too_early(self.plan.schedule, reason)
-        world, graph = self.groups.world, self.extracted.graph
+        world, graph = self.placed.groups.world, self.placed.extracted.graph
         if world.prints:
             outputs = sum(graph.tensors[tensor].bytes_per_sample for tensor in graph.outputs)
             warnings.warn(
@@ -136,7 +132,7 @@ class MemoryCheck:
         plan = self._of(rows, outputs)
         self._refuse(plan)
         if plan.limits is None and rows > self.plan.batch_size:
-            self._compare(plan, memory_of_each_rank(self.groups.world, gpu_in_use()))
+            self._compare(plan, memory_of_each_rank(self.placed.groups.world, gpu_in_use()))
         self.largest = plan
 
     def _of(self, batch_size: int, outputs: OutputUse) -> Plan:
@@ -144,7 +140,7 @@ class MemoryCheck:
         held = None
         if outputs.loss_at_once is not None and self.schedules.free:
             held = self.schedules.placed_alike("gpipe").make(self.plan.num_micro_batches).held
-        return with_batch(self.plan, self.extracted.graph, batch_size, outputs, held)
+        return with_batch(self.plan, self.placed.extracted.graph, batch_size, outputs, held)
 
     def _refuse(self, plan: Plan) -> None:
         """Raises where a stage is over its limit."""
@@ -166,8 +162,8 @@ class MemoryCheck:
 
     def _compare(self, plan: Plan, memory: int) -> None:
         """Warns, on one rank, of a batch that needs more than a rank's share of its host."""
-        world = self.groups.world
-        needed = plan.rank_bytes(self.groups.pipeline.size)
+        world = self.placed.groups.world
+        needed = plan.rank_bytes(self.placed.groups.pipeline.size)
         if max(needed) > memory and world.prints:
             warnings.warn(
                 f"Rank {needed.index(max(needed))} of the pipeline needs "

@@ -44,6 +44,30 @@ from tarantella_pp.runtime.weights.shared_weights import (
 )
 
 
+@dataclass(frozen=True)
+class PlacedModel:
+    """A model with its plan, and the ranks that run it."""
+
+    extracted: ExtractedModel
+    plan: Plan
+    groups: ProcessGroups
+
+    @functools.cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of a pipeline that has each stage."""
+        return self.plan.schedule_spec(self.groups.pipeline.size).placement
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step, of all replicas."""
+        return self.plan.num_micro_batches * self.plan.num_replicas
+
+    @property
+    def own_micro_batches(self) -> int:
+        """Those that a replica runs; one process runs all, one after the other."""
+        return self.num_micro_batches // self.groups.num_replicas
+
+
 @dataclass(frozen=True, slots=True)
 class VariableRow:
     """What all ranks know of a variable."""
@@ -74,18 +98,12 @@ class VariableTable:
     speaks: bool
 
     @classmethod
-    def of(
-        cls,
-        extracted: ExtractedModel,
-        plan: Plan,
-        placement: Sequence[int],
-        groups: ProcessGroups,
-        others: Iterable[Any] = (),
-    ) -> VariableTable:
+    def of(cls, placed: PlacedModel, others: Iterable[Any] = ()) -> VariableTable:
         """Makes the table of what the stages of a plan use, and of other variables."""
-        shares_out = plan.shard_optimizer and groups.num_replicas > 1
-        users = extracted.graph.users(plan.assignment)
-        ranks = [tuple(dict.fromkeys(placement[s] for s in stages)) for stages in users]
+        extracted, groups = placed.extracted, placed.groups
+        shares_out = placed.plan.shard_optimizer and groups.num_replicas > 1
+        users = extracted.graph.users(placed.plan.assignment)
+        ranks = [tuple(dict.fromkeys(placed.placement[s] for s in stages)) for stages in users]
         replicas = [0] * len(ranks)
         if shares_out:
             sizes = [math.prod(variable.shape) for variable in extracted.variables]
@@ -128,18 +146,13 @@ class RankWeights:
     """What a rank has of a model's variables, and what it does for other ranks with them."""
 
     def __init__(
-        self,
-        extracted: ExtractedModel,
-        plan: Plan,
-        placement: Sequence[int],
-        groups: ProcessGroups,
-        others: Iterable[Any] = (),
-        before: RankWeights | None = None,
+        self, placed: PlacedModel, others: Iterable[Any], before: RankWeights | None = None
     ) -> None:
         if before is not None:
             others = before.variables
+        extracted, plan, groups = placed.extracted, placed.plan, placed.groups
         keep_in_parts(extracted.variables)
-        self.table = table = VariableTable.of(extracted, plan, placement, groups, others)
+        self.table = table = VariableTable.of(placed, others)
         self.clock: StepCounter = StepCounter() if before is None else before.clock
         self.variables: tuple[Any, ...] = tuple(row.variable for row in table.rows)
         self.groups, self._pipeline, self._peers = groups, groups.pipeline, groups.peers
@@ -158,7 +171,7 @@ class RankWeights:
             self.buckets = {
                 (stage, number): [extracted.variables[i] for i in bucket]
                 for stage, buckets in enumerate(stages)
-                if placement[stage] == rank
+                if placed.placement[stage] == rank
                 for number, bucket in enumerate(buckets)
             }
         self._gradient_dtype = plan.gradient_dtype

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.optimizers import scaled
-from tarantella_pp.internals.state import become
+from tarantella_pp.internals.state import class_before
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction, in_buckets
@@ -199,12 +199,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
         raise ConfigurationError(f'op is "mean" or "sum". Received: op={op!r}')
     if averages_gradients(optimizer):
         raise ConfigurationError("optimizer is a DistributedOptimizer already.")
-    own = type(optimizer)
     in_buckets([], fusion_threshold)  # refuses a wrong one
-    combines = {"_op": op, "_threshold": fusion_threshold, "_wire_dtype": wire_dtype}
-    # Under its own name and module, so that Keras writes and finds it as what it was.
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    become(optimizer, _Distributed, own, **names, **combines)
+    options = {"_op": op, "_threshold": fusion_threshold, "_wire_dtype": wire_dtype}
+    optimizer.__class__ = class_before(type(optimizer), _Distributed, **options)
     return optimizer
 
 

@@ -176,14 +176,20 @@ def initialize(variable: Any) -> None:
         variable._deferred_initialize()
 
 
-def become(one: Any, *classes: type, **attributes: Any) -> None:
+def become(one: Any, *classes: type) -> None:
     """Has an object that others hold be of more classes, under the name of its own."""
-    one.__class__ = _mixed(type(one).__name__, classes, *attributes.items())
+    one.__class__ = _mixed(type(one).__name__, classes)
 
 
 @functools.cache
-def _mixed(name: str, classes: tuple[type, ...], *attributes: tuple[str, Any]) -> type:
-    return type(name, classes, dict(attributes))
+def _mixed(name: str, classes: tuple[type, ...]) -> type:
+    return type(name, classes, {})
+
+
+def class_before(own: type, first: type, **attributes: Any) -> Any:
+    """Makes a class of one object alone, that Keras writes and finds as another one."""
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    return type(own.__name__, (first, own), {**names, **attributes})
 
 
 def _scope_of(variable: Any) -> Any:

@@ -18,6 +18,7 @@ from tarantella_pp.errors import (
 )
 from tarantella_pp.files import replace_file
 from tarantella_pp.internals.functional import hides_its_graph, own_metrics, treat_like
+from tarantella_pp.internals.state import class_before
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.models.training_loops import TrainingLoops
@@ -183,10 +184,8 @@ def _with_own_steps(
     ranks = world()
     if ranks.size == 1:
         return model
-    own = type(model)
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     # A class of its own, so that the user's class and model stay what they are.
-    kind: Any = type(own.__name__, (OwnStepModel, own), {**names, "_wrapped": model})
+    kind = class_before(type(model), OwnStepModel, _wrapped=model)
     model._engine = ReplicaSteps(model, ranks, gradient_dtype)
     model.train_function = model.test_function = model.predict_function = None
     replicas = object.__new__(kind)

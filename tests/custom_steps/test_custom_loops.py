@@ -179,6 +179,7 @@ def test_it_stays_what_it_was() -> None:
     optimizer = tnt.DistributedOptimizer(plain)
     assert optimizer is plain
     assert isinstance(optimizer, keras.optimizers.Adam)
+    assert type(optimizer) is not type(tnt.DistributedOptimizer(keras.optimizers.Adam()))
     config = keras.saving.serialize_keras_object(optimizer)
     again = keras.saving.deserialize_keras_object(config)
     assert type(again) is keras.optimizers.Adam

@@ -14,7 +14,7 @@ from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.best_stages import best_solution, wires
 from tarantella_pp.partition.graph import ideals
 from tarantella_pp.partition.options import PlanOptions
-from tarantella_pp.partition.plan.stage_costs import StageCostModel
+from tarantella_pp.partition.planner import Planner
 from tests.helpers.pictured import graphs
 
 
@@ -71,10 +71,8 @@ def problems(draw, balances=("memory", "flops")):
         draw(st.sets(st.integers(0, tensors - 1), max_size=3)),
         draw(st.sets(st.integers(0, nodes - 1), max_size=2).filter(lambda one: len(one) != 1)),
     )
-    costs = StageCostModel(
-        graph, [2 * weight.bytes for weight in graph.weights], options,
-        in_flight=options.in_flight, repeats=options.repeats,
-    )  # fmt: skip
+    slots = [2 * weight.bytes for weight in graph.weights]
+    costs = Planner("drawn", graph, "Adam", slots).costs(options)
     return costs, options, all_plans(costs, options)
 
 
@@ -90,8 +88,7 @@ def all_plans(costs, options):
 def largest(costs, options, assignment):
     if options.balance == "flops":
         return max(np.bincount(assignment, costs.flops()))
-    stages = costs.stages(assignment)
-    return max(stage.memory_bytes for stage in stages)
+    return max(stage.memory_bytes for stage in costs.stages(assignment))
 
 
 def cut(costs, assignment):

@@ -96,8 +96,7 @@ def test_rules_say_what_a_traced_backward_pass_keeps(name):
     assert {node.residual_source for node in graph.nodes} == {"analytic"}
     every = []
     for worth in (0.0, FLOPS_PER_BYTE):
-        costs = costs_of(graph, rows, flops_per_byte=worth)
-        (stage,) = costs.stages([0] * len(graph.nodes))
+        (stage,) = costs_of(graph, rows, flops_per_byte=worth).stages([0] * len(graph.nodes))
         kept = traced_bytes(extracted, rows, worth)
         assert stage.activation_bytes == pytest.approx(kept, rel=0.12, abs=100), worth
         every.append(kept)

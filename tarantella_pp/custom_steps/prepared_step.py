@@ -257,14 +257,11 @@ class PreparedStep:
         self._apply[number](whole)
 
 
-def _compiled(update: Update) -> Callable[[list[Gradient]], Any]:
+def _compiled(update: Update) -> Any:
     def apply(gradients: list[Gradient]) -> None:
         if update.method == "apply":
             update.optimizer.apply(gradients, update.variables)
         else:
             update.optimizer.apply_gradients(zip(gradients, update.variables, strict=True))
 
-    compiled: Callable[[list[Gradient]], Any] = tf.function(
-        apply, autograph=False, reduce_retracing=True
-    )
-    return compiled
+    return tf.function(apply, autograph=False, reduce_retracing=True)

@@ -113,14 +113,15 @@ def _on_ranks(options: PlanOptions, num_ranks: int, extracted: ExtractedModel) -
     custom = None if options.schedule is None else read_schedule(options.schedule)
     if custom is None:
         options = _on_fewer(options, num_ranks)
-        if options.num_micro_batches is None and needs_whole_batch(extracted):
-            options = replace(options, num_micro_batches=1)
+    whole = custom is None and bool(needs_whole_batch(extracted))
+    if whole and options.num_micro_batches is None:
+        options = replace(options, num_micro_batches=1)
     stages, replicas = options.implied_stages(custom), options.num_replicas
     options = replace(options, schedule=custom or options.schedule)
     if stages is None and num_ranks == 1:
         stages = 1
     if stages is None:
-        if replicas is None and needs_whole_batch(extracted):
+        if whole and replicas is None:
             replicas = 1
         if replicas is not None:
             each = max(1, num_ranks // checked_count("num_replicas", replicas))

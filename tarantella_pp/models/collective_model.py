@@ -50,8 +50,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
     @property
     def _wrapped(self) -> keras.Model:
         """The user's model, which has the weights."""
-        model: keras.Model = self._engine.extracted.model
-        return model
+        return self._engine.extracted.model
 
     def _is_theirs(self, name: str) -> bool:
         """Whether only the wrapped model, of a class of the user's own, has an attribute."""

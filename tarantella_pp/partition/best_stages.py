@@ -352,5 +352,4 @@ class StageMemory:
 def _members(bits: int) -> list[int]:
     """Returns the operations of a set, ascending."""
     packed = np.frombuffer(bits.to_bytes(-(-bits.bit_length() // 8), "little"), np.uint8)
-    found: list[int] = np.flatnonzero(np.unpackbits(packed, bitorder="little")).tolist()
-    return found
+    return np.flatnonzero(np.unpackbits(packed, bitorder="little")).tolist()

@@ -245,9 +245,8 @@ class OptimizerStep:
         return own if gradient is None else tf.convert_to_tensor(gradient) + own
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = tf.function(function, autograph=False, reduce_retracing=True)
-    return compiled
+def _compiled(function: Callable[..., Any]) -> Any:
+    return tf.function(function, autograph=False, reduce_retracing=True)
 
 
 class BatchMetrics:
@@ -302,15 +301,14 @@ class BatchMetrics:
     def _update(self, y: Any, results: list[tf.Tensor], weight: Any) -> None:
         self._metrics.update_state(y, self._pack(results), weight)
 
-    def _logs(self, loss: tf.Tensor, each: list[tf.Tensor], rows: tf.Tensor) -> Mapping[str, Any]:
+    def _logs(self, loss: tf.Tensor, each: list[tf.Tensor], rows: tf.Tensor) -> Any:
         track_loss(self._model, loss, rows)
         compiled = compiled_loss(self._model)
         trackers = [] if compiled is None else compiled.metrics
         # As in Keras' own step, where the number of samples is not known: each batch counts once.
         for tracker, value in zip(trackers, each, strict=False):
             tracker.update_state(value)
-        logs: Mapping[str, Any] = keras.Model.get_metrics_result(self._model)
-        return logs
+        return keras.Model.get_metrics_result(self._model)
 
 
 class Compilation:

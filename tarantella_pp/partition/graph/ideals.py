@@ -202,8 +202,7 @@ class Ideals:
 
     def sums(self, weights: Array) -> Array:
         """Adds up weights of operations over each set."""
-        total: Array = self.before @ weights
-        return total
+        return self.before @ weights
 
     def assignment(self, path: Sequence[int]) -> tuple[int, ...]:
         """Returns the stage of each operation, for the sets before stages 0, 1, ... and the end."""

@@ -39,21 +39,17 @@ class TrainingPasses:
     def __iter__(self) -> Iterator[TrainingPass]:
         return iter(set(self._known.values()))
 
-    def for_inputs(
-        self, inputs: Sequence[tf.Tensor], first: Sequence[tf.TensorSpec]
-    ) -> TrainingPass:
+    def for_inputs(self, inputs: Sequence[tf.Tensor]) -> TrainingPass:
         """Returns the pass for inputs of these shapes."""
         shapes = tuple(tensor.shape for tensor in inputs)
-        known = self._known.get(shapes)
-        if known is None:
-            known = self._known[shapes] = self._covering(inputs, first)
-        return known
+        if shapes not in self._known:
+            self._known[shapes] = self._covering(inputs)
+        return self._known[shapes]
 
-    def _covering(
-        self, inputs: Sequence[tf.Tensor], first: Sequence[tf.TensorSpec]
-    ) -> TrainingPass:
+    def _covering(self, inputs: Sequence[tf.Tensor]) -> TrainingPass:
         if self.general is None:
-            self.general, self.specs = self._make(first), list(first)
+            self.specs = specs_of(inputs)
+            self.general = self._make(self.specs)
         # A size that differs becomes unknown, and stays so: at most one more trace for each.
         pairs = list(zip(self.specs, inputs, strict=True))
         if not all(spec.is_compatible_with(tensor) for spec, tensor in pairs):
@@ -148,7 +144,6 @@ class Stage:
     ) -> None:
         self.boundary = boundary
         self.module = StageModule(boundary, calls)
-        self._first: list[tf.TensorSpec] = []
         self.passes = TrainingPasses(self.module, flops_per_byte or [0.0] * len(calls))
         self._running: dict[int, TrainingPass] = {}
         run = functools.partial(self.module.run, training=False)
@@ -174,9 +169,7 @@ class Stage:
         self, key: int, inputs: Sequence[tf.Tensor], share: float = 1.0
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in training mode and keeps what backward needs."""
-        if not self._first:
-            self._first = specs_of(inputs)
-        work = self._running[key] = self.passes.for_inputs(inputs, self._first)
+        work = self._running[key] = self.passes.for_inputs(inputs)
         with self._weighed(share, training=True):
             outputs, added = work.forward(key, inputs)
         return outputs, added if self.module.added_by[True] else None

@@ -42,11 +42,6 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
         return self.balance == "memory" and not self.ranks
 
     @property
-    def repeats(self) -> dict[int, HeldAgain]:
-        """Stages that recompute, and what they hold of what they made again."""
-        return {stage: self.held_again[stage] for stage in self.recompute}
-
-    @property
     def thriftiest(self) -> Settings:
         """The same for stages that all make everything again, whatever the limit."""
         free = msgspec.structs.replace(self, balance="memory", memory_limit=None)

@@ -119,7 +119,7 @@ class Planner:
         seconds = None if self.profile is None else self.profile.seconds(options.micro_batch_size)
         return StageCostModel(
             self.graph, self.slots, options, seconds, machine=self.machine, work=self.work,
-            in_flight=options.in_flight, held_again=options.held_again, repeats=options.repeats,
+            in_flight=options.in_flight, held_again=options.held_again,
         )  # fmt: skip
 
     @property
@@ -153,7 +153,7 @@ class Planner:
             return given_solution(self.costs(options), options, self.assignment)
         self.check_stages(options.num_stages)
         # To price every stage that recomputes takes minutes; what adds up is known at once.
-        whole = options.weighs_stages and not by_sums and (not roughly or bool(options.repeats))
+        whole = options.weighs_stages and not by_sums and (not roughly or bool(options.recompute))
         key = (*options.problem_key, whole, by_sums)
         if key not in self._solved:
             self._solved[key] = best_solution(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -46,15 +46,19 @@ class StageCostModel:
     # What each node does; `None` to have that counted when it is asked for
     work: Sequence[NodeWork] | None = None
     in_flight: Sequence[int] = ()  # most micro-batches that each stage holds at a time
-    # For how many micro-batches each stage holds what its B made for its W; not counted if empty
+    # For how many micro-batches each stage holds what its B made for its W, or what it made again;
+    # not counted if empty
     held_again: Sequence[HeldAgain] = ()
-    # The same of what stages that recompute have made again
-    repeats: Mapping[int, HeldAgain] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> int:
         """Samples of one micro-batch."""
         return self.config.micro_batch_size
+
+    @cached_property
+    def repeats(self) -> dict[int, HeldAgain]:
+        """Stages that recompute, and what they hold of what they made again."""
+        return {stage: self.held_again[stage] for stage in self.config.recompute}
 
     @cached_property
     def keeping(self) -> LayerGraph:
@@ -312,12 +316,9 @@ def with_batch(
     slots = [2 * weight.bytes * weight.trainable for weight in graph.weights]  # Adam's
     planned = [stage.in_flight for stage in plan.stages]
     before, now = (
-        StageCostModel(
-            graph, slots, p, outputs=p.outputs, in_flight=held, held_again=p.held_again,
-            repeats=p.repeats,
-        )
+        StageCostModel(graph, slots, p, outputs=p.outputs, in_flight=held, held_again=p.held_again)
         for p, held in ((plan, planned), (changed, in_flight or planned))
-    )  # fmt: skip
+    )
     stages, both = [], [costs.stages(plan.assignment) for costs in (before, now)]
     for stage, old, new in zip(plan.stages, *both, strict=True):
         more = {name: getattr(new, name) - getattr(old, name) for name in _GROWING}

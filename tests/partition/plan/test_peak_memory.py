@@ -140,7 +140,8 @@ def test_stages_that_send_shapes_first_have_no_window():
 def test_stages_that_recompute_keep_what_they_receive():
     graph = graph_of(dense(), dense(), dense())
     costs = costs_of(graph, 1000, [3, 2, 1], slots=[0] * len(graph.weights))
-    every = [costs, replace(costs, repeats={1: HeldAgain(1)})]
+    config = msgspec.structs.replace(costs.config, recompute=(1,))
+    every = [costs, replace(costs, config=config, held_again=[HeldAgain(1)] * 3)]
     plain, again = (one.stages([0, 1, 2])[1] for one in every)
     assert plain.buffer_bytes == again.buffer_bytes == 2 * 1000 * 16 * 4
     assert again.activation_bytes_total == plain.activation_bytes_total == 2 * 1000 * 16 * 4

@@ -161,7 +161,7 @@ def _attempt(
         per_node=arguments.n_per_node,
     )
     own = launcher.environment(folder, arguments.remote_shell)
-    return Attempt(launcher.command(job), given | own, num_ranks, placed)
+    return Attempt(launcher.command(job), given | own, num_ranks, placed, variables)
 
 
 def _placement(
@@ -213,13 +213,9 @@ def _variables(arguments: argparse.Namespace, per_node: int, asked: int) -> dict
 
 def _show(arguments: argparse.Namespace, attempt: Attempt) -> None:
     """Prints what would be run; the values of `-x` are the user's own, and may be secret."""
-    from tarantella_pp.launch import resources
-
-    per_node = int(attempt.environment[resources.RANKS_VARIABLE])
-    variables = _variables(arguments, per_node, attempt.num_ranks)
     lines = [f"# {host}" for host in attempt.hosts]
-    shown = {name: value for name, value in variables.items() if name not in arguments.exports}
-    lines += [f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items())]
+    shown = attempt.variables.keys() - arguments.exports.keys()
+    lines += [f"{name}={shlex.quote(attempt.variables[name])}" for name in sorted(shown)]
     lines += [f"{name}=<from -x>" for name in sorted(arguments.exports)]
     sys.stdout.write("\n".join([*lines, shlex.join(attempt.command), ""]))
 

@@ -75,6 +75,7 @@ class Attempt:
     environment: Mapping[str, str]
     num_ranks: int
     hosts: Sequence[HostRanks] = ()
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # not the user's
 
     def __str__(self) -> str:
         """Returns which ranks are where."""

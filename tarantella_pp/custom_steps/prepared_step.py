@@ -94,7 +94,7 @@ class StepProgram:
                 wanted[self._number(tensor.op)].append(tensor)
         carved = self._carve(needs, gives, effects)
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in needs]
-        return _Part(CompiledFunction(lambda *values: carved(*values), specs), needs, gives)
+        return _Part(CompiledFunction(carved, specs), needs, gives)
 
     def _number(self, op: tf.Operation) -> int:
         return bisect_right(self._bounds, self._places[op])

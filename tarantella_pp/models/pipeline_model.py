@@ -151,17 +151,16 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             replicas = model_validation.replicas_of(
                 agreed.num_stages, communicator.size, agreed.num_replicas
             )
-            micro_batches = agreed.num_micro_batches * agreed.num_replicas
-            model_validation.check_micro_batches(extracted, micro_batches)
             replicas = replicas if communicator.size > 1 else 1
             groups = ProcessGroups.of(communicator, replicas, agreed.placement)
+            placed = PlacedModel(extracted, agreed, groups)
+            model_validation.check_micro_batches(extracted, placed.num_micro_batches)
             super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
             adopt_layers(self, model)
             self.output_names = output_names(model)
             self.dtype_policy = model.dtype_policy
             if not model.trainable:
                 self._freeze_whole(model)
-            placed = PlacedModel(extracted, agreed, groups)
             free = plan is None and schedule is None
             self._engine = Engine(self, placed, free_schedule=free, check_every=check_replicas)
             self._engine.weights.start_alike()

@@ -31,7 +31,7 @@ from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, dense_
 from tarantella_pp.runtime.stage.model_outputs import pack_outputs, unpacked
 from tarantella_pp.runtime.stage.stage_boundary import StageBoundary, shape_and_dtype
 from tarantella_pp.runtime.stage.stage_module import StageModule
-from tarantella_pp.runtime.weights.rank_weights import Bucket, RankWeights
+from tarantella_pp.runtime.weights.rank_weights import Bucket, PlacedModel, RankWeights
 from tarantella_pp.runtime.weights.slices import Gradient, total, unmarked
 
 # What is sparse of the gradients, by stage and by the weight's place in it.
@@ -317,14 +317,14 @@ class Compilation:
     def __init__(
         self,
         model: Any,
-        extracted: ExtractedModel,
+        placed: PlacedModel,
         batch: Batch,
         *,
         boundary: StageBoundary,
-        last_rank: int,
         modules: Mapping[int, StageModule],
         weights: RankWeights,
     ) -> None:
+        extracted, last_rank = placed.extracted, placed.placement[-1]
         y, weight = (made_of(description, keras.KerasTensor) for description in batch.targets)
         outputs = unpacked(extracted.outputs_struct)
         self.loss_per_sample = bool(build_metrics(model, y, outputs, weight))
@@ -333,7 +333,7 @@ class Compilation:
         refuse_weights_reached(model, extracted, weights.table, last_rank, given)
         self.metrics: BatchMetrics | None = None
         self.loss: BatchLoss | None = None
-        ranks = weights.groups.pipeline
+        ranks = placed.groups.pipeline
         if ranks.rank == last_rank:
             self.metrics = BatchMetrics(model, extracted, boundary)
             self.loss = BatchLoss(model, extracted, boundary, kinds)

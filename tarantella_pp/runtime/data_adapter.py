@@ -51,7 +51,6 @@ class FeedAdapter(DataAdapter):
         is_split: bool = False,
     ) -> None:
         self._engine = engine
-        self._adapter = adapter
         self._arrays = arrays
         self._is_split = is_split
         self._num_batches = facts.num_batches
@@ -92,15 +91,14 @@ class FeedAdapter(DataAdapter):
     def on_epoch_begin(self) -> None:
         """Passes the hook on to the user's data."""
         self._engine.check_written()
-        if self._adapter is not None and self.cursor is not None:
+        if self.cursor is not None:
             self.cursor.on_epoch_begin()
-            self._adapter.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
         """Gives every rank the state of all metrics, and passes the hook on to the user's data."""
         self._engine.share_metrics()
-        if self._adapter is not None:
-            self._adapter.on_epoch_end()
+        if self.cursor is not None:
+            self.cursor.adapter.on_epoch_end()
 
 
 class GivenData(NamedTuple):

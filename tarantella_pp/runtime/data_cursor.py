@@ -35,7 +35,7 @@ class DataCursor:
     """Reads data, and knows how far."""
 
     def __init__(self, adapter: data.DataAdapter, numbers: bool) -> None:
-        self._adapter = adapter
+        self.adapter = adapter
         self._dataset: Any = None
         self._passes = 0
         self._is_unread = False
@@ -49,10 +49,10 @@ class DataCursor:
 
     def facts(self) -> dict[str, Any]:
         """What must be the same to come back to a position."""
-        return {"kind": self.kind, "batch_size": data.batch_size_of(self._adapter)}
+        return {"kind": self.kind, "batch_size": data.batch_size_of(self.adapter)}
 
     def on_epoch_begin(self) -> None:
-        """Notes, before the data set hears of it, what an order would be drawn from."""
+        """Notes what an order would be drawn from, before the user's data hear of it."""
         if self.kind == PY_DATASET:
             if self._next_states is not None:
                 states = self._next_states
@@ -60,13 +60,14 @@ class DataCursor:
                 random.setstate((version, tuple(words), gauss))
                 np.random.set_state(tuple(states["numpy"]))  # noqa: NPY002
             self._next_states, self._states = None, _random_states()
+        self.adapter.on_epoch_begin()
 
     def order(self) -> tuple[Array, int]:
         """The samples of the next pass, or of its rest, and a batch's size."""
         skips, order = self._begin(), self._order
-        size, shuffles = data.batch_size_of(self._adapter) or 1, data.is_shuffled(self._adapter)
+        size, shuffles = data.batch_size_of(self.adapter) or 1, data.is_shuffled(self.adapter)
         if not shuffles:
-            order = np.asarray(data.arrays_of(self._adapter))
+            order = np.asarray(data.arrays_of(self.adapter))
         elif order is None or skips is None:
             order = np.concatenate([np.asarray(part) for part in self._opened()])
         self._order = order if shuffles else None
@@ -104,8 +105,8 @@ class DataCursor:
 
     def _opened(self) -> Any:
         if self._dataset is None:
-            self._dataset = self._adapter.get_tf_dataset()
-            if data.arrays_of(self._adapter) is not None:  # others are the user's, as tuned
+            self._dataset = self.adapter.get_tf_dataset()
+            if data.arrays_of(self.adapter) is not None:  # others are the user's, as tuned
                 # As fast; but an epoch ends without waiting for a thread that measures it.
                 options = tf.data.Options()
                 options.autotune.enabled = False
@@ -146,7 +147,7 @@ class DataCursor:
             self._next_states = position.random
         elif self.kind == TF_DATA:
             # An open pass begins again with `read`, which counts it.
-            self._dataset = self._adapter.get_tf_dataset()
+            self._dataset = self.adapter.get_tf_dataset()
             self._passes = position.passes - position.in_pass
             for number in range(self._passes):
                 begun = iter(self._dataset)  # seeds of shuffles go on with each

@@ -248,8 +248,7 @@ class Engine:
         if self._compilation is None:
             with only_traced():
                 self._compilation = Compilation(
-                    self._model, self.extracted, batch,
-                    boundary=self.stages.boundaries[-1], last_rank=self.placed.placement[-1],
+                    self._model, self.placed, batch, boundary=self.stages.boundaries[-1],
                     modules=self.stages.modules, weights=self.weights,
                 )  # fmt: skip
             self.shared_logs.guard_metrics()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tarantella_pp.errors import ConfigurationError, PlanError
@@ -80,18 +79,13 @@ def _asks_too_early(schedule: str, reason: str) -> ConfigurationError:
     )
 
 
-@dataclass
 class MemoryCheck:
     """Holds a plan against the batches that are trained."""
 
-    placed: PlacedModel
-    schedules: StepSchedules
-    largest: Plan | None = None  # the plan with the figures of the largest batch so far
-
-    @property
-    def plan(self) -> Plan:
-        """The plan as it was made."""
-        return self.placed.plan
+    def __init__(self, placed: PlacedModel, schedules: StepSchedules) -> None:
+        self.placed, self.plan = placed, placed.plan
+        self.schedules = schedules
+        self.largest: Plan | None = None  # with the figures of the largest batch so far
 
     def expected(self, loss: Any, has_metrics: bool) -> Plan:
         """The plan before the first batch, which may show that metrics need all of it."""

@@ -36,7 +36,6 @@ class SplitBackward:
         self._repeated: set[int] = set()  # micro-batches whose R has run
         self._seeds: dict[int, Sequence[tf.Tensor]] = {}
         self._num_outputs = len(trace.outputs)
-        self._num_back = len(trace.input_gradients)
         # Where all up to here is frozen nothing was kept, and there is nothing to compute.
         self._has_gradients = bool(trace.input_gradients or trace.weight_gradients)
         self._forward = CompiledFunction(self._run_forward, [_KEY, *specs])
@@ -75,20 +74,20 @@ class SplitBackward:
         first = _flag(self._module.accumulator.begin())
         gradients = self._parts(key).both(_key(key), first, *seeds)
         self._repeated.discard(key)
-        self._collect(gradients[self._num_back :])
-        return gradients[: self._num_back]
+        self._collect(gradients[self._kept.num_back :])
+        return gradients[: self._kept.num_back]
 
     def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs B of `key` and keeps what W needs; with no input gradients, W does it all."""
         # The first stage sends no gradient back: all its work may wait, and is compiled as one.
-        if self._num_back:
+        if self._kept.num_back:
             return self._parts(key).of_inputs(_key(key), *seeds)
         self._seeds[key] = seeds
         return []
 
     def backward_weight(self, key: int) -> None:
         """Runs W of `key` and drops what was kept."""
-        if self._num_back:
+        if self._kept.num_back:
             first = _flag(self._module.accumulator.begin())
             self._collect(self._parts(key).of_weights(_key(key), first))
             self._repeated.discard(key)
@@ -183,7 +182,7 @@ class BackwardParts:
         self._early, self._late, self._between = map(
             ActivationStash, (cut.kept_for_b, cut.kept_for_w, cut.b_to_w)
         )
-        self._num_back = len(trace.input_gradients)
+        self.num_back = len(trace.input_gradients)
         self._seeds = specs_of(trace.seeds)
 
     # A schedule uses either the one or the two others, and each takes long to compile.
@@ -219,13 +218,13 @@ class BackwardParts:
 
     def _run_both(self, key: tf.Tensor, first: tf.Tensor, *seeds: tf.Tensor) -> Any:
         results = self.cut.backward(*seeds, *self.take(key))
-        return results[: self._num_back], self._accumulate(results[self._num_back :], first)
+        return results[: self.num_back], self._accumulate(results[self.num_back :], first)
 
     def _run_of_inputs(self, key: tf.Tensor, *seeds: tf.Tensor) -> list[tf.Tensor]:
         kept = [*self._early.take(key), *self._late.peek(key)]
         results = self.cut.backward_input(*seeds, *kept)
-        self._between.put(key, results[self._num_back :])
-        return results[: self._num_back]
+        self._between.put(key, results[self.num_back :])
+        return results[: self.num_back]
 
     def _run_of_weights(self, key: tf.Tensor, first: tf.Tensor) -> list[Slices]:
         kept = [*self._late.take(key), *self._between.take(key)]

@@ -52,11 +52,10 @@ class OptimizerStep:
         order: Sequence[Any],
         own: RankWeights,
     ) -> None:
-        self._ranks = own.table.ranks
-        self._spread = own.spread
+        self._own = own
         has_parts = any(map(columns_of, order))
         self._clips = optimizers.clips_by_norm(optimizer, has_parts)
-        several = has_parts or self._ranks.size > 1
+        several = has_parts or own.table.ranks.size > 1
         self._together = several and (self._clips or optimizers.scales_dynamically(optimizer))
         self._buckets = own.buckets
         self._reduction = own.make_reduction()
@@ -67,7 +66,6 @@ class OptimizerStep:
             for i, weight in enumerate(module.accumulator.weights):
                 self._places.setdefault(id(weight), []).append((stage, i))
         self._sums = {stage: module.accumulator for stage, module in modules.items()}
-        self._ties = own.ties
         self.optimizer = optimizer
         # Regularizers have gradients whatever the loss is
         self._needs_no_loss = not order or any(weight.regularizer for weight in order)
@@ -98,15 +96,15 @@ class OptimizerStep:
         """Starts to add up the gradients of a bucket over the replicas; never waits."""
         weights = self._buckets[stage, bucket]
         # What other stages add, of this rank or of others, is there only when `gather` is called.
-        tied = self._ties.tied
+        tied = self._own.ties.tied
         if not any(len(self._places.get(id(w), ())) > 1 or id(w) in tied for w in weights):
             self._start((stage, bucket), {}, counts)
 
     def gather(self, counts: bool) -> Arrived:
         """Brings together the gradients that have been summed up, also on other ranks."""
         collected = self._collected(self._sums)
-        self._ties.hand_over(lambda weight: self._summed(weight, collected))
-        arrived = self._ties.collect()
+        self._own.ties.hand_over(lambda weight: self._summed(weight, collected))
+        arrived = self._own.ties.collect()
         for key in self._buckets:
             if key not in self._started:
                 self._start(key, arrived, counts)
@@ -135,7 +133,7 @@ class OptimizerStep:
             sums, numbers = self._measure(sums)
             totals = np.zeros(1 + len(self._trained))
             totals[np.append(True, self._trained)] = numbers
-            self._ranks.allreduce(totals)
+            self._own.table.ranks.allreduce(totals)
             self._update(sums, tf.constant(totals))
         else:
             self._update(sums)
@@ -143,8 +141,8 @@ class OptimizerStep:
         self._forget()
         for sums_of_stage in self._sums.values():
             sums_of_stage.reset()
-        self._spread()  # updated shards, to the replicas that have the others
-        self._ties.copies.publish()
+        self._own.spread()  # updated shards, to the replicas that have the others
+        self._own.ties.copies.publish()
 
     def clear(self, error: BaseException) -> None:
         """Forgets a step that an error ended; says so if weights have been updated in part."""

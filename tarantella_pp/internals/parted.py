@@ -112,11 +112,10 @@ def columns_in(value: Any, columns: str) -> Any:
     return Columns.named(columns).of(value) if columns else value
 
 
-def put_together(values: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+def put_together(values: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     """Makes a whole of columns that the ends of keys say, which say none of a whole."""
     if "" in values:
-        whole: np.ndarray[Any, Any] = values[""]
-        return whole
+        return values[""]
     parts = {text: Columns.named(text) for text in values}
     ordered = sorted(values, key=lambda text: parts[text].begin)
     return np.concatenate([values[text] for text in ordered], parts[ordered[0]].axis)

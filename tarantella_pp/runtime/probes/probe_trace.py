@@ -47,20 +47,16 @@ from tarantella_pp.runtime.stage.stage_module import StageModule
 Array = NDArray[Any]
 
 
-def samples_first(tensors: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
-    """Puts the dimension of the samples first."""
-    pairs = zip(tensors, axes, strict=True)
-    return [keras.ops.moveaxis(x, axis, 0) if _moves(x, axis) else x for x, axis in pairs]
-
-
-def samples_back(tensors: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
-    """Puts the dimension of the samples where it was; see `samples_first`."""
-    pairs = zip(tensors, axes, strict=True)
-    return [keras.ops.moveaxis(x, 0, axis) if _moves(x, axis) else x for x, axis in pairs]
-
-
-def _moves(tensor: Any, axis: int | None) -> bool:
-    return bool(axis) and len(tensor.shape) > (axis or 0)
+def samples_first(
+    tensors: Sequence[Any], axes: Sequence[int | None], *, undo: bool = False
+) -> list[Any]:
+    """Puts the dimension of the samples first, or back to where it was."""
+    return [
+        keras.ops.moveaxis(x, *((0, axis) if undo else (axis, 0)))
+        if axis and len(x.shape) > axis
+        else x
+        for x, axis in zip(tensors, axes, strict=True)
+    ]
 
 
 # How far sums over samples are moved, relative to their size, and what then counts as no change.
@@ -238,7 +234,7 @@ class ProbeTrace:
         given = self._placed(Samples(self.rows, inputs), 0, np.zeros(len(self.added_by)))
         pairs = zip(outputs, probe.run(given).values, strict=False)
         made = [tensor_of(value, output.dtype) for output, value in pairs]
-        return samples_back(made, boundary.axes_of(port.tensor for port in boundary.outputs))
+        return samples_first(made, boundary.axes_of(boundary.outputs), undo=True)
 
     def first_other(self, other: ProbeTrace, inputs: Sequence[tf.Tensor]) -> Call | None:
         """The first of the stage's calls whose result is another one as it is traced there."""
@@ -305,13 +301,13 @@ class ProbeTrace:
     def _trace(self, place: tf.Tensor, factors: tf.Tensor, *inputs: tf.Tensor) -> tf.Tensor:
         module, layer, boundary = self._module, self._module.layer, self._module.boundary
         layer.observe = self._observe
-        real = samples_back(inputs, boundary.axes_of(port.tensor for port in boundary.inputs))
+        real = samples_first(inputs, boundary.axes_of(boundary.inputs), undo=True)
         try:
             with moments_known(layer) as self._moments:
                 results, added = module.run(real, self.training, tried=True)
         finally:
             layer.observe = None
-        outputs = samples_first(results, boundary.axes_of(port.tensor for port in boundary.outputs))
+        outputs = samples_first(results, boundary.axes_of(boundary.outputs))
         given: list[tf.Tensor] = []
         gradients: Sequence[Any] = []
         if self._differentiates:
@@ -339,7 +335,7 @@ class ProbeTrace:
         # A layer may give nothing where it says a tensor, as XLNet's does.
         made = {t: x for t, x in zip(call.outputs, results, strict=True) if x is not None}
         tensors = list(map(tf.convert_to_tensor, made.values()))
-        axes = self._module.boundary.axes_of(made)
+        axes = [self._module.boundary.sample_axes.get(tensor, 0) for tensor in made]
         self._made.append((call, samples_first(tensors, axes)))
         if self._numbers != (numbers := _random_numbers()):
             self.drawn_by.append(call)
@@ -356,9 +352,7 @@ class ProbeTrace:
         sources, variables = self._module.sources(inputs), self._module.variables
         targets = self._module.targets(outputs, added)
         seeds = [tf.reshape(factors, tf.shape(added))]
-        axes = self._module.boundary.axes_of(
-            port.tensor for port in self._module.boundary.outputs_with_gradient
-        )
+        axes = self._module.boundary.axes_of(self._module.boundary.outputs_with_gradient)
         for axis, target in zip(axes, targets[1:], strict=True):
             seeds.append(tf.zeros_like(target) if axis is None else _pattern(target, place))
         self._seeds = seeds[1:]

@@ -54,8 +54,7 @@ class StageProbe:
 
     @property
     def _axes(self) -> list[int | None]:
-        boundary = self.module.boundary
-        return boundary.axes_of(tensor.tensor for tensor in boundary.inputs)
+        return self.module.boundary.axes_of(self.module.boundary.inputs)
 
     def examine(
         self,

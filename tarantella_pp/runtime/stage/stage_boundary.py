@@ -57,9 +57,9 @@ class StageBoundary:
     # none. Default: the first
     sample_axes: Mapping[int, int | None] = field(default_factory=dict, hash=False)
 
-    def axes_of(self, tensors: Iterable[int]) -> list[int | None]:
-        """For each of some tensors along which dimension its samples are, if it has any."""
-        return [self.sample_axes.get(tensor, 0) for tensor in tensors]
+    def axes_of(self, values: Iterable[BoundaryTensor]) -> list[int | None]:
+        """For each of some values along which dimension its samples are, if it has any."""
+        return [self.sample_axes.get(value.tensor, 0) for value in values]
 
     @functools.cached_property
     def inputs(self) -> tuple[BoundaryTensor, ...]:

@@ -256,6 +256,7 @@ class _Rows(keras.layers.ReversibleEmbedding):  # type: ignore[misc]
         self.supports_masking = masks
 
     def call(self, inputs: Any, reverse: bool = False) -> Any:
+        """Looks words up in these rows, or goes back from numbers to the words that they have."""
         if reverse:
             return super().call(inputs, reverse=True)
         words = inputs if inputs.dtype in ("int32", "int64") else keras.ops.cast(inputs, "int32")

@@ -102,12 +102,14 @@ class Mpich(Launcher):
     notices_dead_hosts = hands_on_input = False
 
     def command(self, job: Job) -> list[str]:
+        """Returns `mpiexec`, the hosts that are given, and what runs on each rank."""
         options = ["-hosts", _slots(job.hosts)] if job.hosts else []
         if job.label_output:
             options.append("-prepend-rank")
         return [self.executable, "-n", str(job.num_ranks), *options, *job.options, *job.command]
 
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
+        """Has the remote shell end when its host or the link is dead."""
         ours = super().environment(directory)
         shell = shlex.split(remote_shell) if remote_shell else self.shell(os.environ)
         if not shell:
@@ -133,6 +135,7 @@ class OpenMpi(Launcher):
     local_rank_variable = "OMPI_COMM_WORLD_LOCAL_RANK"
 
     def command(self, job: Job) -> list[str]:
+        """Returns `mpiexec` with what it refuses by default, and the variables to hand on."""
         options = ["--bind-to", "none"]
         if os.geteuid() == 0:
             options.append("--allow-run-as-root")
@@ -173,6 +176,7 @@ class Slurm(Launcher):
     local_rank_variable = "SLURM_LOCALID"
 
     def command(self, job: Job) -> list[str]:
+        """Returns `srun`, which knows the hosts itself, with the cores of each rank."""
         if job.hosts:
             raise ConfigurationError(
                 "Slurm chooses the hosts itself. Received: --hostfile with "
@@ -187,6 +191,7 @@ class Slurm(Launcher):
         return [self.executable, ranks, *options, *job.options, *job.command]
 
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
+        """Names the protocol by which ranks find each other; refuses a remote shell."""
         if remote_shell:
             raise ConfigurationError(
                 "Slurm needs no shell to start ranks on other hosts. Received: "

@@ -162,7 +162,7 @@ class ReplicaSteps:
             )
         found = on_one_rank(
             ranks, _TRIES, f"try {what}",
-            lambda: found_kinds(tried, tensors_of(batch), what, by_rows=name == "predict_step"),
+            lambda: found_kinds(tried, tensors_of(batch), by_rows=name == "predict_step"),
         )  # fmt: skip
         kinds = StepKinds(*found)
         statistics.waits = tried.read_late() is None

@@ -94,6 +94,7 @@ class StepProbe:
         # What each lookup reads in each trial
         self._reads: list[set[str | None]] = [set() for _ in self._lookups]
         self.finite: set[int] = set()  # the updates whose gradients were numbers in some trial
+        self._what = trace.what
         self._make = functools.partial(
             PartsProbe,
             trace.function,
@@ -103,7 +104,7 @@ class StepProbe:
         )
         self._probe = self._make()
 
-    def run(self, tensors: Sequence[tf.Tensor], what: str) -> None:
+    def run(self, tensors: Sequence[tf.Tensor]) -> None:
         """Tries the step with samples of a batch, as they are and changed."""
         given = max((int(tensor.shape[0]) for tensor in tensors), default=0)
         rows = min(given // 3 * 3 or _LEAST_ROWS, _MOST_ROWS)
@@ -112,9 +113,9 @@ class StepProbe:
             self._take(self._probe.compare(samples))
         except tf.errors.OpError as error:
             raise UnsupportedModelError(
-                f"{what} does not run with some samples of the first batch alone, as replicas "
-                f"would ({describe(error)}). If it looks at several together: {_ADVICE} If a "
-                "number of samples is built in: ask for it with keras.ops.shape(x)[0]."
+                f"{self._what} does not run with some samples of the first batch alone, as "
+                f"replicas would ({describe(error)}). If it looks at several together: {_ADVICE} "
+                "If a number of samples is built in: ask for it with keras.ops.shape(x)[0]."
             ) from error
         # What depends on what there was before shows itself from the second time on.
         for change, sizes in _CHANGES:
@@ -173,23 +174,21 @@ class StepProbe:
         return places
 
 
-def found_kinds(
-    trace: StepTrace, tensors: Sequence[tf.Tensor], what: str, by_rows: bool = False
-) -> StepKinds:
+def found_kinds(trace: StepTrace, tensors: Sequence[tf.Tensor], by_rows: bool = False) -> StepKinds:
     """Tries a step, and chooses how to combine its values."""
     probe = StepProbe(trace)
-    probe.run(tensors, what)
+    probe.run(tensors)
     numbers = range(len(trace.updates))
     return StepKinds(
-        [_gradients(trace, probe, number, what) for number in numbers],
+        [_gradients(trace, probe, number) for number in numbers],
         [probe.fixed(number) for number in numbers],
-        _check_rows(trace, probe, what) if by_rows else _results(trace, probe, what),
-        _state(trace, probe, what),
-        _drawn(trace, probe, what),
+        _check_rows(trace, probe) if by_rows else _results(trace, probe),
+        _state(trace, probe),
+        _drawn(trace, probe),
     )
 
 
-def _gradients(trace: StepTrace, probe: StepProbe, number: int, what: str) -> list[str | None]:
+def _gradients(trace: StepTrace, probe: StepProbe, number: int) -> list[str | None]:
     update = trace.updates[number]
     kinds = chosen_together({i: k for (n, i), k in probe.gradients.items() if n == number})
     mixed = {i for i, kind in kinds.items() if kind is None} | {*probe.unclear(number)}
@@ -212,14 +211,14 @@ def _gradients(trace: StepTrace, probe: StepProbe, number: int, what: str) -> li
         )
     if wrong:
         raise UnsupportedModelError(
-            f"The gradients that {what} applies with optimizer '{update.optimizer.name}' {wrong}, "
-            "so replicas with a share of the batch each may train otherwise than one process. "
-            f"{advice}"
+            f"The gradients that {trace.what} applies with optimizer '{update.optimizer.name}' "
+            f"{wrong}, so replicas with a share of the batch each may train otherwise than one "
+            f"process. {advice}"
         )
     return [kinds.get(i) for i in range(len(update.variables))]
 
 
-def _results(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
+def _results(trace: StepTrace, probe: StepProbe) -> list[str]:
     found = []
     for i, kinds in enumerate(probe.results):
         kind: str | None = SAME
@@ -228,7 +227,7 @@ def _results(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
             kind = chosen(kinds, (MEAN, SUM, SAME)) if bent is None else None
         if kind is None:
             raise UnsupportedModelError(
-                f"What {what} returns as '{trace.names[i]}' mixes samples: it is {_NEITHER}. "
+                f"What {trace.what} returns as '{trace.names[i]}' mixes samples: it is {_NEITHER}. "
                 "Return what a keras.metrics.Metric gives as its result, updated in the step, or "
                 "a mean over the samples."
             )
@@ -236,24 +235,24 @@ def _results(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
     return found
 
 
-def _check_rows(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
+def _check_rows(trace: StepTrace, probe: StepProbe) -> list[str]:
     """Refuses predictions that do not consist of the predictions of some samples."""
     for name, kinds, rows in zip(trace.names, probe.results, trace.outputs, strict=True):
         if ROWS not in kinds or any(uses_of_sums([rows], trace.of_samples)):
             raise UnsupportedModelError(
-                f"What {what} returns{f' as {name!r}' if name else ''} does not have one row or "
-                "more for each sample that follows from that sample alone, so the predictions of "
-                "replicas do not make it up. Predict in one process."
+                f"What {trace.what} returns{f' as {name!r}' if name else ''} does not have one row "
+                "or more for each sample that follows from that sample alone, so the predictions "
+                "of replicas do not make it up. Predict in one process."
             )
     return []
 
 
-def _drawn(trace: StepTrace, probe: StepProbe, what: str) -> list[tuple[int, list[float]]]:
+def _drawn(trace: StepTrace, probe: StepProbe) -> list[tuple[int, list[float]]]:
     """What counts the numbers that samples have; others are the same on all replicas."""
     for i, kinds in probe.counters.items():
         if len(kinds) > 1:
             warnings.warn(
-                f"{what} draws numbers for each sample and numbers for all of them with one "
+                f"{trace.what} draws numbers for each sample and numbers for all of them with one "
                 f"generator ('{trace.written[i].name}'), so the latter are others on each replica. "
                 "Draw them with a keras.random.SeedGenerator of their own.",
                 stacklevel=2,
@@ -261,7 +260,7 @@ def _drawn(trace: StepTrace, probe: StepProbe, what: str) -> list[tuple[int, lis
     return [(i, moved) for i, moved in probe.drawn.items() if True in probe.counters[i]]
 
 
-def _state(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
+def _state(trace: StepTrace, probe: StepProbe) -> list[str]:
     found = []
     updated = {v.value.ref() for update in trace.updates for v in update.variables}
     for i, (variable, kinds) in enumerate(zip(trace.written, probe.state, strict=True)):
@@ -274,8 +273,9 @@ def _state(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
         kind = None if bends else chosen(kinds, order)
         if kind is None:
             raise UnsupportedModelError(
-                f"{what} writes '{variable.name}' with what mixes samples: it is {_NEITHER}. Take "
-                "tf.reduce_mean of the samples, keep it in a keras.metrics.Mean, or leave it out."
+                f"{trace.what} writes '{variable.name}' with what mixes samples: it is {_NEITHER}. "
+                "Take tf.reduce_mean of the samples, keep it in a keras.metrics.Mean, or leave it "
+                "out."
             )
         found.append(kind)
     return found

@@ -53,7 +53,7 @@ class StepTrace:
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._step = step
-        self._what = what
+        self.what = what
         self._around = around
         self._traced: Any = None
         self._moments: Any = None  # of batch normalizations, if they are known
@@ -195,7 +195,7 @@ class StepTrace:
             )
         if graph is not self._traced:
             raise UnsupportedModelError(
-                f"{self._what} applies gradients of optimizer '{optimizer.name}' within a "
+                f"{self.what} applies gradients of optimizer '{optimizer.name}' within a "
                 "condition, a loop or a `tf.function` of its own, where the gradients of all "
                 "replicas cannot be added up. Call `apply` in the step itself, and choose what to "
                 "apply with `tf.where`."
@@ -204,7 +204,7 @@ class StepTrace:
             variables = variables_for(optimizer, trainable_variables)
         if len(variables) != len(gradients):
             raise UnsupportedModelError(
-                f"{self._what} applies {len(gradients)} gradients to {len(variables)} variables of "
+                f"{self.what} applies {len(gradients)} gradients to {len(variables)} variables of "
                 f"optimizer '{optimizer.name}'. Pass one for each, `None` where there is none."
             )
         place = len(graph.get_operations())
@@ -217,7 +217,7 @@ class StepTrace:
         drawn = [effect.operation for effect in self._effects if effect.argument is None]
         if drawn:
             raise UnsupportedModelError(
-                f"{self._what} draws random numbers of TensorFlow's own generator (operation "
+                f"{self.what} draws random numbers of TensorFlow's own generator (operation "
                 f"'{drawn[0]}'), of which replicas may draw the same ones for other samples. Make "
                 "a generator in the model's __init__, self.seed_generator = "
                 "keras.random.SeedGenerator(seed), and pass it on, "

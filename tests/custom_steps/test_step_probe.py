@@ -28,7 +28,7 @@ def traced(model, *optimizers, name="train_step"):
 def kinds(model, *optimizers, rows=4, **options):
     trace = traced(model, *optimizers, **options)
     given = [tf.constant(X[:rows]), tf.constant(Y[:rows])]
-    return trace, found_kinds(trace, given, "train_step")
+    return trace, found_kinds(trace, given)
 
 
 class Noisy(Regression):
@@ -83,7 +83,7 @@ def test_random_numbers_are_those_of_the_samples_and_trying_changes_nothing():
     variables = [*model.variables, *model.tracker.variables, model.seeds.state]
     before = [np.array(v) for v in variables]
     with warns:
-        found = found_kinds(trace, [tf.constant(X[:4]), tf.constant(Y[:4])], "train_step")
+        found = found_kinds(trace, [tf.constant(X[:4]), tf.constant(Y[:4])])
     assert all(np.array_equal(a, v) for a, v in zip(before, variables, strict=True))
     assert {*found.gradients[0]} == {"mean"}
     assert [steps for _, steps in found.drawn] == [[0, 2], [0, 1]]
@@ -104,7 +104,7 @@ def test_samples_of_a_rare_kind_are_found_anywhere_in_a_batch():
     x, y = np.tile(X[:1], (48, 1)), np.tile(Y[:1], (48, 1))
     x[[20, 29, 43], 0] = (401.0, 402.0, 403.0)
     with pytest.raises(UnsupportedModelError, match="neither a mean nor a sum over the samples"):
-        found_kinds(trace, [tf.constant(x), tf.constant(y)], "train_step")
+        found_kinds(trace, [tf.constant(x), tf.constant(y)])
 
 
 class Reparametrized(Regression):
@@ -288,4 +288,4 @@ class RareRows(Regression):
 def test_predictions_that_samples_decide_together_are_refused():
     trace = traced(RareRows(), name="predict_step")
     with pytest.raises(UnsupportedModelError, match="from that sample alone"):
-        found_kinds(trace, [tf.constant(X[:9]), tf.constant(Y[:9])], "predict_step", by_rows=True)
+        found_kinds(trace, [tf.constant(X[:9]), tf.constant(Y[:9])], by_rows=True)

@@ -253,16 +253,7 @@ def refuse_weights_reached(
 def _refuse(
     what: str, weights: Sequence[Any], function: Callable[..., Any], given: Any, advice: str
 ) -> None:
-    reached = _reached(weights, function, given)
-    if reached:
-        raise UnsupportedModelError(
-            f"{what} reads weight '{reached[0].path}' past the model's layers, where stages and "
-            f"replicas would not train as one process does. {advice}"
-        )
-
-
-def _reached(weights: Sequence[Any], function: Callable[..., Any], given: Any) -> list[Any]:
-    """The weights that a function reads, which stand-ins without values show."""
+    """Refuses a function that reads one of some weights, which stand-ins without values show."""
     found: list[Any] = []
 
     def trace() -> None:
@@ -275,7 +266,11 @@ def _reached(weights: Sequence[Any], function: Callable[..., Any], given: Any) -
         found.extend(weight for weight, value in pairs if value.consumers())
 
     tf.function(trace, autograph=False).get_concrete_function()
-    return found
+    if found:
+        raise UnsupportedModelError(
+            f"{what} reads weight '{found[0].path}' past the model's layers, where stages and "
+            f"replicas would not train as one process does. {advice}"
+        )
 
 
 def _placeholder(described: Any) -> Any:

@@ -234,7 +234,12 @@ class PreparedStep:
         def update(number: int, tensors: list[tf.Tensor]) -> None:
             if not self._statistics.waits:
                 self._take_statistics(batch)
-            self._update(share, number, tensors)
+            gradients = self._trace.updates[number].rebuilt(tensors, self._kinds.fixed[number])
+            mine = [
+                None if not share else scaled(gradient, share) if kind == MEAN else gradient
+                for gradient, kind in zip(gradients, self._kinds.gradients[number], strict=True)
+            ]
+            self._apply[number](self._exchanges[number].added_up(mine))
 
         return self._program.run(tensors, update), share
 
@@ -243,18 +248,6 @@ class PreparedStep:
         everywhere = self._replicas.values_of_all(self._statistics.variables)
         self._statistics.merge(everywhere, [each.count for each in batch.shares])
         self._statistics.finish()
-
-    def _update(self, share: float, number: int, tensors: Sequence[tf.Tensor]) -> None:
-        mine = [
-            None if not share else scaled(gradient, share) if kind == MEAN else gradient
-            for gradient, kind in zip(
-                self._trace.updates[number].rebuilt(tensors, self._kinds.fixed[number]),
-                self._kinds.gradients[number],
-                strict=True,
-            )
-        ]
-        whole = self._exchanges[number].added_up(mine)
-        self._apply[number](whole)
 
 
 def _compiled(update: Update) -> Any:

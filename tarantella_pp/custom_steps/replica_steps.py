@@ -71,7 +71,7 @@ class ReplicaSteps:
         self.logs: dict[str, Any] = {}  # Keras' logs after the last step
         # Called once, when all variables of the next training step are there.
         self.before_training: Callable[[], object] | None = None
-        self.feed = StepFeed(ranks, self._shares)
+        self.feed = StepFeed(ranks, lambda rows: batch_shares(rows, 1, ranks.size))
         self._model = model
         self._gradient_dtype = gradient_dtype
         self._steps: dict[tuple[str, bytes], PreparedStep] = {}
@@ -133,9 +133,6 @@ class ReplicaSteps:
             step.clear()
             self.communicator.breaks(error)
             raise
-
-    def _shares(self, rows: int) -> list[BatchShare]:
-        return batch_shares(rows, 1, self.communicator.size)
 
     def _prepared(self, name: str, batch: Batch) -> PreparedStep:
         """Traces a step and tries it out, before the first batch of a kind; takes all ranks."""

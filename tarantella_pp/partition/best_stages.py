@@ -18,7 +18,7 @@ from tarantella_pp.partition.graph.ideals import Array, Blocks, summed
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Weight
 from tarantella_pp.partition.options import Settings
 from tarantella_pp.partition.plan.peak_memory import reduction_bytes
-from tarantella_pp.partition.plan.plan_parts import TOLERANCE, Certificate, CutEdge, StagePlan
+from tarantella_pp.partition.plan.plan_parts import TOLERANCE, Certificate, CutEdge
 from tarantella_pp.partition.plan.stage_costs import StageCostModel
 
 # Stage of each operation.
@@ -178,7 +178,8 @@ class _Problem:
             above = self.excess(assignment)
             return tuple(max(1.0, most - above) for most in limits)
         # What a stage has besides its sums hardly depends on where it begins and ends.
-        memory, sizes = self.memory.sums, [one.memory_bytes for one in self._stages(assignment)]
+        memory = self.memory.sums
+        sizes = [stage.memory_bytes for stage in self.costs.stages(assignment)]
         counted = summed(assignment, memory.once) + memory.times * summed(assignment, memory.each)
         lowered = np.array(self.options.limits) - (sizes - counted)
         return tuple(np.minimum(limits, lowered).tolist())
@@ -188,28 +189,25 @@ class _Problem:
         limits = self.options.limits
         if limits is None:
             return 0.0
-        stages = self._stages(assignment)
+        stages = self.costs.stages(assignment)
         return max(stage.memory_bytes - most for stage, most in zip(stages, limits, strict=True))
 
     def value(self, assignment: Sequence[int]) -> float:
-        """The largest stage, or rank where ranks have several."""
-        return float(max(rank_totals(self._values(assignment), self.options.ranks)))
-
-    def _values(self, assignment: Sequence[int]) -> list[float]:
-        """FLOPs, seconds or bytes of each stage."""
-        options = self.options
+        """FLOPs, seconds or bytes of the largest stage, or rank where ranks have several."""
+        options, costs = self.options, self.costs
         if options.balance == "flops":
-            return list(np.bincount(assignment, self.costs.flops(), options.num_stages))
-        stages = self._stages(assignment)
-        if options.balance == "time":
-            return [
+            values = list(np.bincount(assignment, costs.flops(), options.num_stages))
+        elif options.balance == "time":
+            values = [
                 (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * stage.repeated
-                for stage in stages
+                for stage in costs.stages(assignment)
             ]
-        return [float(one.memory_bytes if self.whole else one.lasting_bytes) for one in stages]
-
-    def _stages(self, assignment: Sequence[int]) -> tuple[StagePlan, ...]:
-        return self.costs.stages(assignment)
+        else:
+            values = [
+                float(stage.memory_bytes if self.whole else stage.lasting_bytes)
+                for stage in costs.stages(assignment)
+            ]
+        return float(max(rank_totals(values, options.ranks)))
 
 
 def rank_totals(values: Sequence[float], ranks: Sequence[int]) -> Array:

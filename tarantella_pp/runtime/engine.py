@@ -19,7 +19,7 @@ from tarantella_pp.internals.training import compiled_loss, compiled_metrics, st
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import with_findings
-from tarantella_pp.runtime.batch import Batch, BatchShare, batch_shares, needs_of_ranks
+from tarantella_pp.runtime.batch import Batch, batch_shares, needs_of_ranks
 from tarantella_pp.runtime.batch_step import BatchStep, SharedLogs
 from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.data_adapter import single_batch
@@ -67,7 +67,7 @@ class Engine:
             groups.world,
             needs_of_ranks(self.stages.model_inputs, placed.placement, groups),
             functools.partial(standardize_inputs, model),
-            self._shares,
+            lambda rows: batch_shares(rows, placed.own_micro_batches, groups.num_replicas),
         )
         self.shared_logs = SharedLogs(model, placed)
         self.check_alike = self.weights.check_alike
@@ -205,9 +205,6 @@ class Engine:
             training=training,
             report=self.shared_logs.report if reports else None,
         )  # fmt: skip
-
-    def _shares(self, rows: int) -> list[BatchShare]:
-        return batch_shares(rows, self.placed.own_micro_batches, self.groups.num_replicas)
 
     @contextlib.contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:

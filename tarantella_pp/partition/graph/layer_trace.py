@@ -82,12 +82,8 @@ class LayerCall:
     def kind(self) -> tuple[Any, ...]:
         """What must be the same whenever it is made."""
         masked = tuple(mask is not None for _, mask in self.raw)
-        return self.removes, masked, tuple(map(_told, functional.tree.flatten(self.result)))
-
-
-def _told(value: Any) -> Any:
-    """Something that is equal only where parts of a result are."""
-    return value if is_plain(value) else id(value)
+        parts = functional.tree.flatten(self.result)
+        return self.removes, masked, tuple(x if is_plain(x) else id(x) for x in parts)
 
 
 def is_plain(value: Any) -> bool:

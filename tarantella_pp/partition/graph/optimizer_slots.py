@@ -34,7 +34,8 @@ def optimizer_state_bytes(optimizer: Any, weights: Sequence[Weight]) -> tuple[in
         key = (len(weight.shape), weight.dtype, weight.name if by_path else "")
         if key not in slots_of:
             slots_of[key] = _slots(optimizer, weight)
-        result.append(sum(_size(weight, dims) * size for dims, size in slots_of[key]))
+        slots = [([weight.shape[dim] for dim in dims], size) for dims, size in slots_of[key]]
+        result.append(sum(math.prod(shape) * size for shape, size in slots))
     return tuple(result)
 
 
@@ -70,7 +71,3 @@ def _slots(optimizer: Any, weight: Weight) -> list[tuple[tuple[int, ...], int]]:
         for slot in optimizer.variables
         if len(slot.shape) > 0 and set(slot.shape) <= set(shape)  # not the step or learning rate
     ]
-
-
-def _size(weight: Weight, dims: tuple[int, ...]) -> int:
-    return math.prod(weight.shape[dim] for dim in dims)

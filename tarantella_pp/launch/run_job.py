@@ -161,9 +161,7 @@ class Stop:
 class JobRun:
     """Runs one attempt to its end, whatever end that is."""
 
-    def __init__(
-        self, launcher: Launcher, attempt: Attempt, stop: Stop, *, quiet: bool = False
-    ) -> None:
+    def __init__(self, launcher: Launcher, attempt: Attempt, stop: Stop, *, quiet: bool) -> None:
         self.failure: Failure | None = None  # one after which another attempt may succeed
         self._launcher = launcher
         self._attempt = attempt

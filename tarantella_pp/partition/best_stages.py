@@ -162,7 +162,7 @@ class _Problem:
             sums = replace(sums, limits=(self.memory.sums, limits))
         if self.by_sums or (limits is None and not self.whole):
             return sums
-        memory = StageMemory(self.costs, self.options, limits)
+        memory = StageMemory(self.costs, limits)
         if self.whole:
             return replace(sums, price=memory.price)
 
@@ -277,11 +277,9 @@ class StageMemory:
     above its limit is infinitely dear.
     """
 
-    def __init__(
-        self, costs: StageCostModel, options: Settings, limits: Sequence[float] | None
-    ) -> None:
-        self._costs, self._options = costs, options
-        self._limits = limits or (math.inf,) * options.num_stages
+    def __init__(self, costs: StageCostModel, limits: Sequence[float] | None) -> None:
+        self._costs = costs
+        self._limits = limits or (math.inf,) * costs.config.num_stages
         graph = costs.graph
         self._outputs = set(graph.outputs)
         self.price: Price = functools.cache(self._price)
@@ -293,7 +291,7 @@ class StageMemory:
         }
 
     def _price(self, begin: int, end: int, stage: int) -> tuple[float, float]:
-        costs, options, last = self._costs, self._options, self._options.num_stages - 1
+        costs, options, last = self._costs, self._costs.config, self._costs.config.num_stages - 1
         nodes = _members(end & ~begin)
         users = self._stages_of_weights(nodes, begin, end, stage)
         received, sent = self._messages(nodes, begin, end, stage)
@@ -328,7 +326,7 @@ class StageMemory:
     ) -> tuple[list[CutEdge], list[CutEdge]]:
         """Returns what a stage receives from the one before, and sends to the next."""
         graph, cut = self._costs.graph, self._costs.cut
-        is_last = stage == self._options.num_stages - 1
+        is_last = stage == self._costs.config.num_stages - 1
         read = {tensor for node in nodes for tensor in graph.nodes[node].inputs}
         if is_last:
             read |= self._outputs

@@ -358,8 +358,7 @@ class _Reader:
         self._visits[id(node)] += 1
         key = id(node), self._visits[id(node)]
         if key not in self._looked.insides:
-            inside = LayerInside(node.operation, node.arguments, given, self._looked)
-            self._looked.insides[key] = inside
+            self._looked.insides[key] = LayerInside(node, given, self._looked)
         return self._looked.insides[key]
 
     def _add_whole(

@@ -97,13 +97,11 @@ _COSTS: dict[Any, NodeCost] = {}
 class LayerInside:
     """A call of an operation, with its inside, which nobody looks into before that is of use."""
 
-    def __init__(
-        self, operation: Any, arguments: Any, given: dict[int, SeenTensor], looked: Looked
-    ) -> None:
+    def __init__(self, node: Any, given: dict[int, SeenTensor], looked: Looked) -> None:
         """Layers whose traces are alike share what is known of them."""
-        self._operation, self._arguments = operation, arguments
+        self._operation, self._arguments = node.operation, node.arguments
         self._given, self._looked = given, looked
-        self.opens = is_composite(operation)  # whether it may be parted
+        self.opens = is_composite(node.operation)  # whether it may be parted
         self._failure = ""
 
     @cached_property

@@ -11,7 +11,6 @@ import tensorflow as tf
 from tarantella_pp.errors import UNCUT, UnsupportedModelError
 from tarantella_pp.internals.functional import layer_metrics
 from tarantella_pp.internals.training import made_by_keras
-from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.probes.linearity import following, nonlinear
 from tarantella_pp.runtime.probes.parts import (
     MEAN,
@@ -125,9 +124,7 @@ def _same(first: Array, second: Array) -> bool:
     return SAME in kinds_of(0.0, first, [second], [1.0], tolerance=0.0)
 
 
-def metric_means(
-    calls: Sequence[Call], trace: ProbeTrace, samples: Samples, num_replicas: int
-) -> list[Any]:
+def metric_means(trace: ProbeTrace, samples: Samples, num_replicas: int) -> list[Any]:
     """The variables of layers' metrics to which a call adds a mean, or a constant.
 
     What a micro-batch adds to these counts by its share of the batch. All others come out right by
@@ -136,7 +133,7 @@ def metric_means(
     """
     named = [
         (variable, metric.name, call.operation.name)
-        for call in calls
+        for call in trace.module.layer.calls
         for metric in layer_metrics(call.operation)
         for variable in metric.variables
     ]

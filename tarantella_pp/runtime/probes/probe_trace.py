@@ -85,7 +85,7 @@ class ProbeTrace:
         rows: int,
         differentiates: bool = True,
     ) -> None:
-        self._module, self.rows, self.training = module, rows, training
+        self.module, self.rows, self.training = module, rows, training
         self._differentiates = training and differentiates
         self._parts: list[list[tf.Tensor]] = []
         self._made: list[tuple[Call, list[tf.Tensor]]] = []
@@ -162,7 +162,7 @@ class ProbeTrace:
             for i, tensors in self._lookups.items()
         }
         of_weight = {id(weight): number for number, weight in enumerate(self.weights)}
-        weights = self._module.accumulator.weights
+        weights = self.module.accumulator.weights
         strange += [of_weight[id(weights[i])] for i, each in fixed.items() if None in each]
         return StageKinds(
             not all(values),
@@ -228,7 +228,7 @@ class ProbeTrace:
 
     def outputs(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The stage's outputs for some inputs, as it hands them on."""
-        outputs, boundary = self._parts[0], self._module.boundary
+        outputs, boundary = self._parts[0], self.module.boundary
         known = self._probes.get(0.0) if self.rows <= self.most_samples else None
         probe = known or PartsProbe(self.function, self._feeds, outputs, rows=self.rows)
         given = self._placed(Samples(self.rows, inputs), 0, np.zeros(len(self.added_by)))
@@ -299,7 +299,7 @@ class ProbeTrace:
         return next((c for c, each in kinds if not all(k & {ROWS, SAME} for k in each)), None)
 
     def _trace(self, place: tf.Tensor, factors: tf.Tensor, *inputs: tf.Tensor) -> tf.Tensor:
-        module, layer, boundary = self._module, self._module.layer, self._module.boundary
+        module, layer, boundary = self.module, self.module.layer, self.module.boundary
         layer.observe = self._observe
         real = samples_first(inputs, boundary.axes_of(boundary.inputs), undo=True)
         try:
@@ -335,7 +335,7 @@ class ProbeTrace:
         # A layer may give nothing where it says a tensor, as XLNet's does.
         made = {t: x for t, x in zip(call.outputs, results, strict=True) if x is not None}
         tensors = list(map(tf.convert_to_tensor, made.values()))
-        axes = [self._module.boundary.sample_axes.get(tensor, 0) for tensor in made]
+        axes = [self.module.boundary.sample_axes.get(tensor, 0) for tensor in made]
         self._made.append((call, samples_first(tensors, axes)))
         if self._numbers != (numbers := _random_numbers()):
             self.drawn_by.append(call)
@@ -349,10 +349,10 @@ class ProbeTrace:
         outputs: Sequence[tf.Tensor],
         added: tf.Tensor,
     ) -> tuple[list[tf.Tensor], Sequence[Any]]:
-        sources, variables = self._module.sources(inputs), self._module.variables
-        targets = self._module.targets(outputs, added)
+        sources, variables = self.module.sources(inputs), self.module.variables
+        targets = self.module.targets(outputs, added)
         seeds = [tf.reshape(factors, tf.shape(added))]
-        axes = self._module.boundary.axes_of(self._module.boundary.outputs_with_gradient)
+        axes = self.module.boundary.axes_of(self.module.boundary.outputs_with_gradient)
         for axis, target in zip(axes, targets[1:], strict=True):
             seeds.append(tf.zeros_like(target) if axis is None else _pattern(target, place))
         self._seeds = seeds[1:]
@@ -364,11 +364,11 @@ class ProbeTrace:
             found = tf.gradients(targets, wanted, grad_ys=seeds)
         except _NO_GRADIENT:  # such a stage runs on a tape
             return [], []
-        return self._module.parted(sources, found)
+        return self.module.parted(sources, found)
 
     def _cut_off(self, outputs: Sequence[tf.Tensor], wanted: Sequence[Any]) -> list[Call]:
         """Finds calls whose gradient is lost: plans follow what layers say of their dtypes."""
-        boundary = self._module.boundary
+        boundary = self.module.boundary
         tensors = {
             port.tensor
             for port, output in zip(boundary.outputs, outputs, strict=True)
@@ -378,7 +378,7 @@ class ProbeTrace:
                 else _flows(output, wanted)
             )
         }
-        return [call for call in self._module.layer.calls if not tensors.isdisjoint(call.outputs)]
+        return [call for call in self.module.layer.calls if not tensors.isdisjoint(call.outputs)]
 
 
 def _flows(output: tf.Tensor, wanted: Sequence[Any]) -> bool:

@@ -95,9 +95,7 @@ class StageProbe:
                 self._refuse_coupled(trace, samples.changed(_larger))
             except tf.errors.InvalidArgumentError as error:  # one that takes no few samples
                 raise _takes_no_parts(error, self.module.layer) from error
-            self.module.means[training] = metric_means(
-                self.module.layer.calls, trace, samples, self.num_replicas
-            )
+            self.module.means[training] = metric_means(trace, samples, self.num_replicas)
         return trace.outputs(first) if self.module.boundary.sends else []
 
     def factors(self, training: bool, share: float) -> tf.Tensor:

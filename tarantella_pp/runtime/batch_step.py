@@ -130,27 +130,22 @@ class BatchStep:
             return {port: pieces[micro_batch] for port, pieces in self._gradients.items()}
         return self._take_loss(micro_batch)
 
-    def _loss_arguments(self, micro_batch: int | None, outputs: Sequence[Any]) -> LossArguments:
-        """What the loss of a micro-batch, or of the whole batch, is computed from."""
-        batch = self.batch
-        if micro_batch is None:
-            return LossArguments(False, batch.y, [*outputs], batch.sample_weight, self._scale)
-        if self._coefficients is None:
-            found = self._loss.coefficients(
-                batch.y, outputs, batch.sample_weight, batch.rows, batch.signature
-            )
-            self._coefficients = [self._split_whole(coefficient) for coefficient in found]
-        own = [pieces[micro_batch] for pieces in self._coefficients]
-        return LossArguments(True, self._targets_of(micro_batch)[0], [*outputs], own, self._scale)
-
     def _take_loss(self, micro_batch: int | None) -> Mapping[BoundaryTensor, tf.Tensor]:
         """Adds the loss of a micro-batch, or takes the whole batch's; returns its gradient."""
+        batch = self.batch
         if micro_batch is None:
-            outputs, rows = self.whole_results(), self.batch.rows
+            outputs, rows = self.whole_results(), batch.rows
+            y, weights = batch.y, batch.sample_weight
         else:
             outputs, rows = [*self.results[micro_batch]], self.sizes[micro_batch]
-        arguments = self._loss_arguments(micro_batch, outputs)
-        loss: LossValue = self._loss.value(arguments, (self.batch.signature, rows), self.training)
+            if self._coefficients is None:
+                found = self._loss.coefficients(batch, outputs)
+                self._coefficients = [self._split_whole(coefficient) for coefficient in found]
+            y, _ = self._targets_of(micro_batch)
+            weights = [pieces[micro_batch] for pieces in self._coefficients]
+        of_samples = micro_batch is not None
+        arguments = LossArguments(of_samples, self.training, y, outputs, weights, self._scale)
+        loss: LossValue = self._loss.value(arguments, (batch.signature, rows))
         self._losses.append(loss._replace(gradients={}))  # of the size of the outputs
         if not self._keeps_outputs:
             taken = range(len(self.sizes)) if micro_batch is None else [micro_batch]

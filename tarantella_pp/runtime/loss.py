@@ -12,6 +12,7 @@ import tensorflow as tf
 from tarantella_pp.errors import UNCUT, UnsupportedModelError
 from tarantella_pp.internals.training import SecondLoss, compiled_loss, reduction_of, sample_values
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
+from tarantella_pp.runtime.batch import Batch
 from tarantella_pp.runtime.probes.parts import MEAN, ROWS, SUM
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, dense_tensors
 from tarantella_pp.runtime.stage.model_outputs import pack_outputs
@@ -35,6 +36,7 @@ class LossArguments(NamedTuple):
     """What a loss is computed from."""
 
     of_samples: bool  # whether it is what some samples contribute to the loss of their batch
+    differentiate: bool  # whether gradients are asked for, too
     y: Any  # the targets
     results: list[Any]  # the model's outputs
     weights: Any  # sample weights of a batch; or the coefficients of samples, loss by loss
@@ -74,42 +76,38 @@ class BatchLoss:
         # The output tensors that the loss depends on; known once gradients were computed.
         self.reached: set[int] = set()
 
-    def value(
-        self, arguments: LossArguments, signature: Hashable, differentiate: bool
-    ) -> LossValue:
+    def value(self, arguments: LossArguments, signature: Hashable) -> LossValue:
         """The loss, compiled for these shapes, or for any once there were too many."""
+        kind, given = arguments[:2], arguments[2:]
         results = tuple((tensor.shape, tensor.dtype) for tensor in arguments.results)
-        key = (arguments.of_samples, differentiate, signature, results)
+        key = (*kind, signature, results)
         compiled = self._compiled.get(key)
+        run = functools.partial(self._valued, *kind)
         if compiled is None and len(self._compiled) < _COMPILED_SIGNATURES:
-            run = functools.partial(self._valued, arguments.of_samples, differentiate)
-            compiled = self._compiled[key] = CompiledFunction.like(run, arguments[1:])
+            compiled = self._compiled[key] = CompiledFunction.like(run, given)
         if compiled is not None:
-            total, *rest = compiled(*dense_tensors(arguments[1:]))
+            total, *rest = compiled(*dense_tensors(given))
         else:
-            kind = (arguments.of_samples, differentiate)
             if kind not in self._functions:
-                run = functools.partial(self._valued, *kind)
                 self._functions[kind] = tf.function(run, autograph=False, reduce_retracing=True)
-            total, *rest = self._functions[kind](*arguments[1:])
-        tensors = [self._results[i] for i in self._sources] if differentiate else []
+            total, *rest = self._functions[kind](*given)
+        tensors = [self._results[i] for i in self._sources] if arguments.differentiate else []
         gradients = rest[len(rest) - len(tensors) :]
         each = rest[: len(rest) - len(tensors)]
         return LossValue(total, each, dict(zip(tensors, gradients, strict=True)))
 
-    def coefficients(
-        self, y: Any, outputs: Sequence[tf.Tensor], sample_weight: Any, rows: int, signature: Any
-    ) -> list[tf.Tensor]:
+    def coefficients(self, batch: Batch, outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """What the values of the samples of a batch are multiplied with."""
         if self._measure is None:
             return []
-        shapes = tuple((rows, *tensor.shape[1:]) for tensor in outputs)
+        given = (batch.y, batch.sample_weight)
+        shapes = tuple((batch.rows, *tensor.shape[1:]) for tensor in outputs)
         dtypes = tuple(tensor.dtype for tensor in outputs)
         measure = functools.partial(self._coefficients, shapes, dtypes)
-        key = (signature, shapes)
+        key = (batch.signature, shapes)
         if key not in self._compiled:
-            self._compiled[key] = CompiledFunction.like(measure, (y, sample_weight))
-        return self._compiled[key](*dense_tensors((y, sample_weight)))
+            self._compiled[key] = CompiledFunction.like(measure, given)
+        return self._compiled[key](*dense_tensors(given))
 
     def _valued(
         self,

@@ -100,8 +100,7 @@ class BatchStep:
         if self._metrics is None:
             return
         if self._by_parts and not self.batch.share.is_spare:
-            y, weight = self._targets_of(micro_batch)
-            self._metrics.update(y, results, weight, self.batch.signature)
+            self._metrics.update(self._targets_of(micro_batch), results, self.batch.signature)
         if not (self.training or self._at_once):
             self._take_loss(micro_batch)
 
@@ -160,8 +159,8 @@ class BatchStep:
         if not self.training and self._at_once:
             self._take_loss(None)
         if not self._by_parts:
-            results = self.whole_results()
-            metrics.update(batch.y, results, batch.sample_weight, batch.signature)
+            targets = batch.y, batch.sample_weight
+            metrics.update(targets, self.whole_results(), batch.signature)
         parts = ([loss.total, *loss.each] for loss in self._losses)
         losses = [tf.add_n(summands) for summands in zip(*parts, strict=True)]
         # A replica's share counts, or of the first one the whole.
@@ -180,7 +179,8 @@ class BatchStep:
         own = [parts[0] if len(parts) == 1 else tf.concat(parts, 0) for parts in whole]
         return self._exchange.joined(own, [share.counted_rows for share in self.batch.shares])
 
-    def _targets_of(self, micro_batch: int) -> tuple[Any, Any]:
+    def _targets_of(self, micro_batch: int) -> Any:
+        """The targets of a micro-batch, and their weights."""
         whole = (self.batch.y, self.batch.sample_weight)
         if self._targets is None:
             self._targets = [
@@ -188,8 +188,7 @@ class BatchStep:
                 for leaf in keras.tree.flatten(whole)
             ]
         own = [None if pieces is None else pieces[micro_batch] for pieces in self._targets]
-        y, weight = keras.tree.pack_sequence_as(whole, own)
-        return y, weight
+        return keras.tree.pack_sequence_as(whole, own)
 
     def _split_whole(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """This replica's micro-batches of what has rows for the samples of all replicas."""

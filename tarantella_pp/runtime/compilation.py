@@ -278,13 +278,11 @@ class BatchMetrics:
             self._metrics, self._pack, batch.y, self._outputs, batch.sample_weight
         )
 
-    def update(
-        self, y: Any, results: Sequence[tf.Tensor], weight: Any, signature: Hashable
-    ) -> None:
-        """Updates the metrics with some samples."""
+    def update(self, targets: Any, results: Sequence[tf.Tensor], signature: Hashable) -> None:
+        """Updates the metrics with some samples; `targets` are these and their weights."""
         if self._metrics is None:
             return
-        arguments = (y, list(results), weight)
+        arguments = (targets, list(results))
         if signature not in self._compiled:
             self._compiled[signature] = CompiledFunction.like(
                 self._update, arguments, any_rows=True
@@ -296,7 +294,8 @@ class BatchMetrics:
         logs: Mapping[str, Any] = self._make_logs(loss, list(each), tf.constant(rows))
         return logs
 
-    def _update(self, y: Any, results: list[tf.Tensor], weight: Any) -> None:
+    def _update(self, targets: Any, results: list[tf.Tensor]) -> None:
+        y, weight = targets
         self._metrics.update_state(y, self._pack(results), weight)
 
     def _logs(self, loss: tf.Tensor, each: list[tf.Tensor], rows: tf.Tensor) -> Any:

@@ -28,9 +28,13 @@ _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella run`."""
     parser.set_defaults(run=run)
-    _add_hosts(parser)
-    _add_shares(parser)
     add = parser.add_argument
+    add("-n", "-np", "--num-ranks", type=positive_int, metavar="N",
+        help="number of ranks (default: 1)")  # fmt: skip
+    add("--n-per-node", "--devices-per-node", type=positive_int, metavar="K",
+        help="most ranks of a host; without -n, as many on each")  # fmt: skip
+    add_reach(parser)
+    _add_shares(parser)
     add("-x", "--setenv", dest="exports", action="append", default=[], metavar="NAME[=VALUE]",
         help="set an environment variable on all ranks; may be repeated")  # fmt: skip
     add("--log-level", default="WARNING", choices=("DEBUG", "INFO", "WARNING", "ERROR"),
@@ -52,15 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the script and its arguments; or `-- -m module ...`")  # fmt: skip
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-
-
-def _add_hosts(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("-n", "-np", "--num-ranks", type=positive_int, metavar="N",
-        help="number of ranks (default: 1)")  # fmt: skip
-    add("--n-per-node", "--devices-per-node", type=positive_int, metavar="K",
-        help="most ranks of a host; without -n, as many on each")  # fmt: skip
-    add_reach(parser)
 
 
 def add_reach(parser: argparse.ArgumentParser) -> None:

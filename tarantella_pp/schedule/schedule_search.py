@@ -60,7 +60,7 @@ def search_schedule(
     )
     played = min(players, key=ListScheduler.play)
     candidates.append(replace(known[0], actions=played.orders()))
-    return min(candidates, key=lambda schedule: _seconds(schedule, costs))
+    return min(candidates, key=lambda one: simulate(lower(one, blocking=False), costs).step_seconds)
 
 
 def repeat_in_bubbles(
@@ -145,10 +145,6 @@ def _policies(limits: Sequence[int], num_ranks: int) -> Iterator[_Policy]:
     depths = (False, True) if num_ranks < len(limits) else (False,)
     for options in product(sorted(warm_ups), (False, True), (False, True), depths):
         yield _Policy(tuple(limits), *options)
-
-
-def _seconds(schedule: Schedule, costs: Costs) -> float:
-    return simulate(lower(schedule, blocking=False), costs).step_seconds
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -41,7 +42,8 @@ class RestoredState:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.manifest = manifest
         self._folder = folder
-        self._files: dict[int, TensorFile] = {}
+        names = [file.name for file in manifest.files]
+        self._file = functools.cache(lambda number: TensorFile(folder / names[number]))
 
     def restore(self, model: Any, share: Any) -> None:
         """Gives the model and its optimizers their values; takes all ranks."""
@@ -81,10 +83,7 @@ class RestoredState:
         return np.ascontiguousarray(columns_in(whole, *columns or [""]))
 
     def _read(self, key: str) -> Array:
-        number = self.manifest.tensors[key].file
-        if number not in self._files:
-            self._files[number] = TensorFile(self._folder / self.manifest.files[number].name)
-        return self._files[number].read(key)
+        return self._file(self.manifest.tensors[key].file).read(key)
 
 
 def newest_whole(ranks: Communicator, directory: Path) -> tuple[Path, Manifest] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +33,7 @@ class StepSchedules:
         self._links = [(link.source, link.target) for link in links]
         self._gradient_links = [(link.source, link.target) for link in links if link.gradients]
         self._buckets = buckets
-        self._made: dict[tuple[ScheduleSpec, int], Schedule] = {}
+        self._schedule = functools.cache(self._lowered)
         if self.spec.name == SEARCHED and self.spec.custom is None:
             self.spec = searched(placed.plan, self.spec, placed.own_micro_batches)
 
@@ -60,15 +61,13 @@ class StepSchedules:
         schedule = self._schedule(self.spec, self._num_micro_batches)
         return schedule.runs_all_forwards_first(self.spec.num_stages - 1)
 
-    def _schedule(self, spec: ScheduleSpec, count: int) -> Schedule:
+    def _lowered(self, spec: ScheduleSpec, count: int) -> Schedule:
         """A schedule for some number of micro-batches."""
-        if (spec, count) not in self._made:
-            plain = spec.make(count)
-            buckets = self._buckets if plain.has_backward else []
-            lowered = lower(plain, self._links, self._gradient_links, buckets)
-            validate(lowered)
-            self._made[spec, count] = lowered
-        return self._made[spec, count]
+        plain = spec.make(count)
+        buckets = self._buckets if plain.has_backward else []
+        lowered = lower(plain, self._links, self._gradient_links, buckets)
+        validate(lowered)
+        return lowered
 
 
 def _asks_too_early(schedule: str, reason: str) -> ConfigurationError:

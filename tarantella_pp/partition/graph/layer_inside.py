@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import keras
@@ -202,7 +202,7 @@ class Inside:
             ref for ref, i in trace.known.items() if id(trace.variables[i]) not in trace.written
         }
         self._priced = Priced(trace.operations, flows, fixed, SAMPLES[0])
-        self._opened: dict[Wanted, OpenedLayer | None] = {}
+        self.opened = cache(self._open)
 
     @cached_property
     def traces(self) -> list[LayerTrace]:
@@ -238,13 +238,8 @@ class Inside:
         memory = {memory_of(self._trace.tensor(value)).ref(): value for value in values}
         return self._priced.of(places, memory)
 
-    def opened(self, wanted: Wanted) -> OpenedLayer | None:
-        """Opens it as far as that is wanted, once."""
-        if wanted not in self._opened:
-            self._opened[wanted] = self._open(wanted)
-        return self._opened[wanted]
-
     def _open(self, wanted: Wanted) -> OpenedLayer | None:
+        """Opens it as far as that is wanted, if that can be done."""
         if not self.traces or not self._exceeds(self._trace.root, wanted):
             return None
         traces = [*self.traces, *self._all((None,), self._flags[1])]

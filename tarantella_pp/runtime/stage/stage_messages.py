@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from tarantella_pp.runtime.comm.collectives import dtype_on_wire
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.messages import RecvRequest, SendRequest
 from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageEdge, shape_and_dtype
-from tarantella_pp.schedule import Direction, Link, Message, Transfer
+from tarantella_pp.schedule import Link, Transfer
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -69,7 +70,7 @@ class StageMessages:
         self._sent_as = sent_as
         self._made: dict[BoundaryTensor, str] = {}  # dtypes, where it is known what runs give
         self._unlike: set[BoundaryTensor] = set()  # tensors that had another shape than the model's
-        self._formats: dict[tuple[Direction, Message], _MessageFormat] = {}
+        self._format = functools.cache(self._find_format)
         self._specs: dict[tuple[int, int], list[TensorSpec]] = {}
         self._sizes: Sequence[int] = ()
         self._expected: list[Transfer] = []
@@ -84,7 +85,7 @@ class StageMessages:
             self._made[tensor] = dtype
             if tuple(shape) != (rows, *self._shape(tensor)[1:]):
                 self._unlike.add(tensor)
-        self._formats.clear()
+        self._format.cache_clear()
         self._specs.clear()
 
     def begin(
@@ -170,12 +171,6 @@ class StageMessages:
     def _post(self, action: Transfer, specs: Sequence[TensorSpec]) -> RecvRequest:
         source, form = self._placement[action.source], self._format(action)
         return self.communicator.post_receive(specs, source, form.tag, label=form.label)
-
-    def _format(self, action: Transfer) -> _MessageFormat:
-        key = (action.direction, action.message)
-        if key not in self._formats:
-            self._formats[key] = self._find_format(action)
-        return self._formats[key]
 
     def _find_format(self, action: Transfer) -> _MessageFormat:
         forward = action.direction == "F"

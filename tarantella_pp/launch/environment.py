@@ -77,7 +77,12 @@ def rank_environment(
     log_level: str, output_on_all_devices: bool, given: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the variables to set for every rank, on top of those given already."""
-    defaults = {LOG_VARIABLE: LOG_LEVELS[log_level], **allocator_variables(), **product_variables()}
+    defaults = {LOG_VARIABLE: LOG_LEVELS[log_level], **allocator_variables()}
+    if platform.machine() == "x86_64":
+        # Has TensorFlow multiply matrices with oneDNN, as it does if there is AVX-512. On cores
+        # with AVX2 alone a product with the transpose of weights takes up to six times as long for
+        # few rows without it; and its allocator leaves fewer gaps between tensors than glibc's.
+        defaults["TF_ENABLE_ONEDNN_OPTS"] = "1"
     unset = {name: value for name, value in defaults.items() if name not in given}
     output = "1" if output_on_all_devices else "0"
     return {**unset, LOG_LEVEL_VARIABLE: log_level, OUTPUT_VARIABLE: output}
@@ -100,13 +105,6 @@ def allocator_variables() -> dict[str, str]:
         "MALLOC_MMAP_THRESHOLD_": str((256 if recent else 32) << 20),
         "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
     }
-
-
-def product_variables() -> dict[str, str]:
-    """Returns what has TensorFlow multiply matrices with oneDNN, as it does if there is AVX-512."""
-    # On cores with AVX2 alone a product with the transpose of weights takes up to six times as long
-    # for few rows without it; and its allocator leaves fewer gaps between tensors than glibc's.
-    return {"TF_ENABLE_ONEDNN_OPTS": "1"} if platform.machine() == "x86_64" else {}
 
 
 def parse_exports(options: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:

@@ -55,8 +55,10 @@ class Guard:
         if self.rank == 0 and self._pid == os.getpid():
             self._report(**fields)
 
-    def fail(self, error: BaseException | None, cause: str, exit_code: int) -> None:
-        """Reports that this rank has failed."""
+    def fail(self, error: BaseException | None, cause: str, exit_code: int | None = None) -> None:
+        """Reports that this rank has failed, as a rule with the exit code of Python itself."""
+        if exit_code is None:
+            exit_code = 130 if isinstance(error, KeyboardInterrupt) else 1
         details = "" if error is None else "".join(traceback.format_exception(error))
         final = getattr(error, "is_final", False)
         more = {"cause": cause, "details": details, "is_final": final, **self._noted}
@@ -77,14 +79,14 @@ class Guard:
         if self._pid != os.getpid():
             sys.__excepthook__(kind, error, trace)
             return
-        self.fail(error, describe(error), exit_code_of(error))
+        self.fail(error, describe(error))
 
     def _on_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
         error = arguments.exc_value
         if error is None or isinstance(error, SystemExit):
             return
         name = arguments.thread.name if arguments.thread is not None else "unknown"
-        self.fail(error, describe(error, f"in thread {name}"), exit_code_of(error))
+        self.fail(error, describe(error, f"in thread {name}"))
 
 
 def install(rank: int, size: int, abort: Callable[[int], object]) -> None:
@@ -125,8 +127,3 @@ def starting_mpi(timeout: float) -> Iterator[None]:
     finally:
         if limited:
             faulthandler.cancel_dump_traceback_later()
-
-
-def exit_code_of(error: BaseException) -> int:
-    """Returns the exit code Python itself gives to an uncaught exception."""
-    return 130 if isinstance(error, KeyboardInterrupt) else 1

@@ -60,17 +60,13 @@ def cores_of_node(environ: Mapping[str, str] = os.environ) -> int:
     return min(len(os.sched_getaffinity(0)), number_of(environ, "SLURM_CPUS_ON_NODE") or 1 << 20)
 
 
-def cores_of_task(environ: Mapping[str, str], ranks: int) -> int | None:
-    """Returns the cores that Slurm was asked for for each task, where ranks are its tasks."""
-    cores = number_of(environ, "SLURM_CPUS_PER_TASK")
-    there = number_of(environ, "SLURM_CPUS_ON_NODE")
-    return None if cores and there and cores * ranks > there else cores
-
-
 def threads_per_rank(ranks_of_node: int, given: Mapping[str, str]) -> int:
     """Returns the threads of one rank, such that the ranks of a node do not share cores."""
-    said = cores_of_task(given, ranks_of_node)
-    return max(1, cores_of_node(given) // ranks_of_node) if said is None else said
+    # What Slurm was asked for for each task counts where ranks are its tasks.
+    asked, there = number_of(given, "SLURM_CPUS_PER_TASK"), number_of(given, "SLURM_CPUS_ON_NODE")
+    if asked and not (there and asked * ranks_of_node > there):
+        return asked
+    return max(1, cores_of_node(given) // ranks_of_node)
 
 
 def share(cores: Iterable[int], rank: int, ranks: int) -> set[int]:

@@ -32,7 +32,7 @@ from tarantella_pp.cause import describe
 from tarantella_pp.errors import LaunchError
 from tarantella_pp.launch import processes, records
 from tarantella_pp.launch.environment import LOG_ALL_VARIABLE, LOG_LEVEL_VARIABLE, OUTPUT_VARIABLE
-from tarantella_pp.launch.guard import Guard, exit_code_of
+from tarantella_pp.launch.guard import Guard
 from tarantella_pp.launch.resources import take_gpu, take_share
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -164,10 +164,10 @@ def run_script(command: list[str], guard: Guard) -> int:
         else:
             guard.leave()
     except LaunchError as error:
-        guard.fail(None, str(error), 1)
+        guard.fail(None, str(error))
     except BaseException as error:
         error.__traceback__ = _of_script(error.__traceback__)
-        guard.fail(error, describe(error), exit_code_of(error))
+        guard.fail(error, describe(error))
     else:
         guard.leave()
     if guard.state == records.FAILED:

@@ -50,7 +50,10 @@ def kinds_of_all_ranks(callbacks: Any) -> list[str]:
 
 
 def checkpoint_of(callbacks: Any) -> Checkpoint | None:
-    """The `Checkpoint` among the callbacks of a call; `None` without one."""
+    """The `Checkpoint` among the callbacks of a `fit`; `None` without one.
+
+    Under `tarantella --restarts` it is refused to have none, for `fit` would begin anew.
+    """
     kinds = (Checkpoint, keras.callbacks.BackupAndRestore)
     found = [callback for callback in listed(callbacks) if isinstance(callback, kinds)]
     own = [callback for callback in found if isinstance(callback, Checkpoint)]
@@ -59,12 +62,7 @@ def checkpoint_of(callbacks: Any) -> Checkpoint | None:
             "A `fit` goes on from one directory. Received: callbacks "
             f"{', '.join(type(callback).__name__ for callback in found)}. Use one Checkpoint."
         )
-    return own[0] if own else None
-
-
-def check_restarts(checkpoint: Checkpoint | None) -> None:
-    """Refuses, under `tarantella --restarts`, a `fit` that would begin anew."""
-    if checkpoint is None and ranks_at_first():
+    if not own and ranks_at_first():
         error = ConfigurationError(
             "A job that is started again goes on from a checkpoint. Received: `tarantella "
             "--restarts` and no Checkpoint among the callbacks of `fit`. Pass callbacks=["
@@ -72,6 +70,7 @@ def check_restarts(checkpoint: Checkpoint | None) -> None:
         )
         error.is_final = True
         raise error
+    return own[0] if own else None
 
 
 def callbacks_of_rank(

@@ -173,7 +173,6 @@ class TrainingLoops(_AnyModel):
             return [first, GivenData(parts, options)]
 
         checkpoint = rank_rules.checkpoint_of(callbacks)
-        rank_rules.check_restarts(checkpoint)
         train, validation = shared_adapters(engine, find, describe=checkpoint is not None)
         if checkpoint is not None:
             checkpoint.begin(

@@ -191,22 +191,6 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     gradient_dtype: NarrowDtype | None = None
     wire_dtype: NarrowDtype | None = None
 
-    def requirements(self) -> dict[str, bool]:
-        """What must hold of them, and whether it does."""
-        limits, ranks, again = self.memory_limit, self.ranks, self.recompute
-        count = self.num_stages
-        return {
-            f"memory_limit must be one number, or one a stage. Received: {limits}": (
-                limits is None or isinstance(limits, int) or len(limits) == count
-            ),
-            f"ranks must name one for each stage, or none. Received: {list(ranks)}": (
-                len(ranks) in (0, count) and set(ranks) == set(range(len(set(ranks))))
-            ),
-            f"recompute must name stages, ascending. Received: {list(again)}": (
-                ascends(again, count)
-            ),
-        }
-
     def prices(self, stage: int, nodes: Sequence[int]) -> list[float]:
         """What a byte of activations is worth to some operations of a stage."""
         if stage not in self.recompute:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Hashable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, cached_property
 from typing import Literal
 
 import msgspec
@@ -131,14 +131,11 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
         The nodes give the price of doing so; see `least_kept`.
         """
-        prices = tuple(flops_per_byte)
-        if prices not in self._keeping:
-            self._keeping[prices] = self._with_least(prices)
-        return self._keeping[prices]
+        return self._keeping(tuple(flops_per_byte))
 
     @cached_property
-    def _keeping(self) -> dict[tuple[float, ...], LayerGraph]:
-        return {}
+    def _keeping(self) -> Callable[[tuple[float, ...]], LayerGraph]:
+        return cache(self._with_least)
 
     def _with_least(self, prices: Sequence[float]) -> LayerGraph:
         operations, owners, needed = self._operations

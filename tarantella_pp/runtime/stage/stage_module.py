@@ -207,12 +207,6 @@ class StageLayer(keras.layers.Layer):
         self, values: Sequence[Any], training: bool | None = None
     ) -> tuple[list[Any], list[tuple[str, Any]]]:
         """Runs the nodes."""
-        known = self._received(values)
-        losses = run_calls(self.calls, known, training)
-        outputs = [self._value(tensor, known) for tensor in self.boundary.outputs]
-        return outputs, [*added_losses(self), *losses]
-
-    def _received(self, values: Sequence[Any]) -> Values:
         known = Values({}, observe=self.observe)
         for tensor, value in zip(self.boundary.inputs, values, strict=True):
             if tensor.mask:
@@ -220,7 +214,9 @@ class StageLayer(keras.layers.Layer):
             else:
                 made = as_made(value, tensor.tensor, self.boundary.activations)
                 known.tensors[tensor.tensor] = made
-        return known
+        losses = run_calls(self.calls, known, training)
+        outputs = [self._value(tensor, known) for tensor in self.boundary.outputs]
+        return outputs, [*added_losses(self), *losses]
 
     def _value(self, tensor: BoundaryTensor, known: Values) -> Any:
         if not tensor.mask:

@@ -95,11 +95,13 @@ class PlanData(
             found[rank] += stage.memory_bytes
         return found
 
-    def schedule_spec(self, num_ranks: int | None = None) -> ScheduleSpec:
-        """Returns the schedule of a pipeline, by default for the ranks it was planned for."""
+    def schedule_spec(self, num_ranks: int | None = None, name: str | None = None) -> ScheduleSpec:
+        """Returns a schedule, by default the one of the plan, on the ranks that it was made for."""
         # A schedule may put several stages on a rank only where the plan was made for that.
         if num_ranks is None and self.ranks:
             num_ranks = self.num_ranks
+        if name not in (None, self.schedule):
+            return ScheduleSpec.of(name, self.num_stages, num_ranks)
         if self.schedule_text is None:
             spec = ScheduleSpec.of(self.schedule, self.num_stages, num_ranks)
             return replace(spec, repeated=self.in_bubbles)

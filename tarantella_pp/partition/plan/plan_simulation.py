@@ -275,11 +275,7 @@ class PlanSimulation:
 
     def spec(self, num_ranks: int | None = None) -> ScheduleSpec:
         """Returns the schedule on a number of ranks, by default those of the plan."""
-        if self._runs_own:
-            return self.plan.schedule_spec(num_ranks)
-        if num_ranks is None and self.plan.ranks:
-            num_ranks = self.plan.num_ranks
-        return ScheduleSpec.of(self.schedule, self.plan.num_stages, num_ranks)
+        return self.plan.schedule_spec(num_ranks, self.schedule)
 
     @property
     def _runs_own(self) -> bool:

@@ -41,12 +41,6 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
         """Whether the largest stage is to be small with all that it has in memory."""
         return self.balance == "memory" and not self.ranks
 
-    @property
-    def thriftiest(self) -> Settings:
-        """The same for stages that all make everything again, whatever the limit."""
-        free = msgspec.structs.replace(self, balance="memory", memory_limit=None)
-        return free.recomputing(())
-
     def recomputing(self, worth: Sequence[float]) -> Settings:
         """The same with all stages recomputing at these prices; see `recompute_worth`."""
         every = tuple(range(self.num_stages))

@@ -220,7 +220,8 @@ class Planner:
 
     def least_memory(self, options: Settings) -> float:
         """Returns bytes that some stage of every plan needs, whichever stages recompute."""
-        free = options.thriftiest
+        # All of them make everything again, whatever the limit.
+        free = msgspec.structs.replace(options, balance="memory", memory_limit=None).recomputing(())
         found = best_cut(self.blocks, sums_of(self.costs(free), free))
         return math.inf if found is None else found.bound
 

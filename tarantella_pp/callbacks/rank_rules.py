@@ -73,10 +73,9 @@ def checkpoint_of(callbacks: Any) -> Checkpoint | None:
     return own[0] if own else None
 
 
-def callbacks_of_rank(
-    callbacks: Any, model: Any, communicator: Communicator, checkpoint: Checkpoint | None = None
-) -> Any:
+def callbacks_of_rank(callbacks: Any, model: Any, checkpoint: Checkpoint | None = None) -> Any:
     """Makes of the callbacks of a call those that this rank runs, with the same logs on all."""
+    communicator = model._engine.communicator
     if communicator.size == 1 and checkpoint is None:
         return callbacks
     found = [callback for callback in listed(callbacks) if not isinstance(callback, Checkpoint)]

@@ -179,7 +179,7 @@ class TrainingLoops(_AnyModel):
                 self, train, initial_epoch=initial_epoch, epochs=epochs,
                 steps_per_epoch=steps_per_epoch, shuffle=bool(shuffle),
             )  # fmt: skip
-        callbacks = rank_rules.callbacks_of_rank(callbacks, self, engine.communicator, checkpoint)
+        callbacks = rank_rules.callbacks_of_rank(callbacks, self, checkpoint)
         with contextlib.nullcontext() if checkpoint is None else checkpoint.attached():
             history = keras.Model.fit(
                 self,
@@ -215,7 +215,7 @@ class TrainingLoops(_AnyModel):
         engine = self._engine
         if not kwargs:
             x = shared_adapter(engine, x, y, sample_weight, batch_size, steps)
-            callbacks = rank_rules.callbacks_of_rank(callbacks, self, engine.communicator)
+            callbacks = rank_rules.callbacks_of_rank(callbacks, self)
         logs = keras.Model.evaluate(
             self,
             x,
@@ -245,7 +245,7 @@ class TrainingLoops(_AnyModel):
             shared_adapter(engine, x, None, None, batch_size, steps),
             verbose=_shown_by(engine, verbose),
             steps=steps,
-            callbacks=rank_rules.callbacks_of_rank(callbacks, self, engine.communicator),
+            callbacks=rank_rules.callbacks_of_rank(callbacks, self),
         )
 
     @surrounded

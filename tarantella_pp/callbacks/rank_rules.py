@@ -52,7 +52,7 @@ def kinds_of_all_ranks(callbacks: Any) -> list[str]:
 def checkpoint_of(callbacks: Any) -> Checkpoint | None:
     """The `Checkpoint` among the callbacks of a `fit`; `None` without one.
 
-    Under `tarantella --restarts` it is refused to have none, for `fit` would begin anew.
+    Under `tarantella --restarts` a `fit` without one is refused: it would begin anew.
     """
     kinds = (Checkpoint, keras.callbacks.BackupAndRestore)
     found = [callback for callback in listed(callbacks) if isinstance(callback, kinds)]

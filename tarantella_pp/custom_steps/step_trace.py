@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,8 @@ import tensorflow as tf
 from tarantella_pp.custom_steps.custom_loops import averages_gradients
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.training import updates_taken, variables_for
+from tarantella_pp.runtime.comm.collective import digest
+from tarantella_pp.runtime.probes.constants import constants_of
 from tarantella_pp.runtime.probes.linearity import following, nonlinear_write
 from tarantella_pp.runtime.stage.graph_functions import FlatGradients, frontier
 from tarantella_pp.runtime.stage.graph_split import has_effect
@@ -168,9 +169,7 @@ class StepTrace:
 
     def digest(self) -> str:
         """What must be the same on all ranks: also numbers that were drawn while it was traced."""
-        definition = self.graph.as_graph_def()
-        bodies = sorted(_digest(body.node_def) for body in definition.library.function)
-        return hashlib.sha256(b"".join([_digest(definition.node), *bodies])).hexdigest()
+        return digest(value for _, value in constants_of(self.function))
 
     @functools.cached_property
     def _effects(self) -> list[Any]:
@@ -223,12 +222,3 @@ class StepTrace:
                 "keras.random.SeedGenerator(seed), and pass it on, "
                 "keras.random.normal(shape, seed=self.seed_generator)."
             )
-
-
-def _digest(nodes: Iterable[Any]) -> bytes:
-    """What operations of a graph do; names of branches and of other functions differ by rank."""
-    found = hashlib.sha256()
-    for node in nodes:
-        value = node.attr["value"].tensor.SerializeToString() if node.op == "Const" else b""
-        found.update(node.op.encode() + value)
-    return found.digest()

@@ -25,6 +25,7 @@ from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.runtime.batch import Batch, made_of
 from tarantella_pp.runtime.comm.collective import on_one_rank
 from tarantella_pp.runtime.loss import BatchLoss
+from tarantella_pp.runtime.probes.constants import refuse_unlike
 from tarantella_pp.runtime.probes.loss_probe import loss_kinds, refuse_weights_reached
 from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, dense_tensors
@@ -327,7 +328,8 @@ class Compilation:
         self.loss_per_sample = bool(build_metrics(model, y, outputs, weight))
         self.coupling, kinds = loss_kinds(compiled_loss(model), extracted, y)
         given = y, outputs, weight
-        refuse_weights_reached(model, extracted, weights.table, last_rank, given)
+        constants = refuse_weights_reached(model, extracted, weights.table, last_rank, given)
+        refuse_unlike(placed.groups, constants)
         self.metrics: BatchMetrics | None = None
         self.loss: BatchLoss | None = None
         ranks = placed.groups.pipeline

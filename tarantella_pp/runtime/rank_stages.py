@@ -16,6 +16,7 @@ from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.comm.process_groups import ReplicaExchange
 from tarantella_pp.runtime.executor import Executor, Recorder
+from tarantella_pp.runtime.probes.constants import refuse_unlike
 from tarantella_pp.runtime.probes.stage_probe import StageProbe
 from tarantella_pp.runtime.stage import stage_boundary
 from tarantella_pp.runtime.stage.forward_state import ForwardState
@@ -24,6 +25,7 @@ from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage.stage_messages import StageMessages
 from tarantella_pp.runtime.weights.rank_weights import PlacedModel
 from tarantella_pp.runtime.weights.remote_variables import is_remote, is_stale
+from tarantella_pp.runtime.weights.shared_weights import broadcast_variable
 from tarantella_pp.schedule import Transfer
 
 
@@ -93,6 +95,12 @@ class RankStages(dict[int, Stage]):
 
         with self._forward_state.measuring(step.training) as self._measures:
             on_all_ranks(self._groups.peers, "run its stages", run)
+        probes = self.probes.values()
+        refuse_unlike(self._groups, [x for probe in probes for x in probe.constants])
+        for probe in probes:
+            probe.constants.clear()
+            for variable in probe.variables:
+                broadcast_variable(variable, 0, self._groups.peers)
         self._tried.add((step.training, len(step.batch.share.sizes) > 1))
 
     def _try(self, boundary: stage_boundary.StageBoundary, step: BatchStep) -> None:

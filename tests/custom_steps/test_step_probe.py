@@ -31,6 +31,15 @@ def kinds(model, *optimizers, rows=4, **options):
     return trace, found_kinds(trace, given)
 
 
+def test_digests_tell_numbers_from_others():
+    def scaled(*numbers):
+        model, factors = Regression(), tf.constant(np.repeat(numbers, 150))  # captured
+        model.loss_of = lambda x, y: (factors[0] * tf.reduce_mean(model(x)), y)
+        return traced(model).digest()
+
+    assert scaled(1.0, 2.0) == scaled(1.0, 2.0) != scaled(1.0, 2.5)
+
+
 class Noisy(Regression):
     """Draws numbers for each sample, twice, and for the weights."""
 

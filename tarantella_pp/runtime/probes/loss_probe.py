@@ -30,6 +30,7 @@ from tarantella_pp.internals.training import (
     sample_values,
 )
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
+from tarantella_pp.runtime.probes.constants import Constant, constants_of
 from tarantella_pp.runtime.probes.linearity import following, nonlinear, uses_of_sums
 from tarantella_pp.runtime.probes.parts import (
     ALL,
@@ -214,11 +215,13 @@ def _samples(*data: Array) -> Samples:
 
 def refuse_weights_reached(
     model: Any, extracted: ExtractedModel, table: Any, last_rank: int, given: Any
-) -> None:
+) -> list[Constant]:
     """Refuses functions of a compiled model that read weights past what they are given.
 
     What is trained or written is another one meanwhile, and what other ranks have is not there.
+    Returns the constants of the functions, which all ranks must have alike.
     """
+    found: list[Constant] = []
     pairs = zip(extracted.variables, extracted.graph.weights, strict=True)
     changing = {id(variable) for variable, facts in pairs if facts.stateful}
     changing |= {id(weight) for weight in in_parts(model.trainable_variables)}
@@ -234,26 +237,30 @@ def refuse_weights_reached(
     loss, metrics = compiled_loss(model), compiled_metrics(model)
     if loss is not None and not all(map(made_by_keras, losses_of_outputs(loss))):
         advice = "Add what follows from weights with `add_loss`, in a layer that has them."
-        _refuse("The loss", others(last_rank), SecondLoss(loss), given, advice)
+        found += _refuse("The loss", others(last_rank), SecondLoss(loss), given, advice)
     if metrics is not None and not all(map(made_by_keras, metrics.metrics)):
         advice = "Report what follows from weights in a callback, after `get_weights()`."
-        _refuse("A metric", others(last_rank), metrics.update_state, given, advice)
+        found += _refuse("A metric", others(last_rank), metrics.update_state, given, advice)
     for weight in model.trainable_variables:
         mine, own = table[weight], keras.KerasTensor(tuple(weight.shape), weight.dtype)
         if (regularizer := weight.regularizer) is not None and not made_by_keras(regularizer):
             advice = "Add what follows from both with `add_loss`, in a layer that has both."
             what = f"The regularizer of '{weight.path}'"
-            _refuse(what, others(mine.owner, weight), regularizer, (own,), advice)
+            found += _refuse(what, others(mine.owner, weight), regularizer, (own,), advice)
         if (constraint := weight.constraint) is not None and not made_by_keras(constraint):
             far = [r.variable for r in table.rows if r.ranks and r.trainer != mine.trainer]
             advice = "Use num_stages=1 without shard_optimizer."
-            _refuse(f"The constraint of '{weight.path}'", far, constraint, (own,), advice)
+            found += _refuse(f"The constraint of '{weight.path}'", far, constraint, (own,), advice)
+    return found
 
 
 def _refuse(
     what: str, weights: Sequence[Any], function: Callable[..., Any], given: Any, advice: str
-) -> None:
-    """Refuses a function that reads one of some weights, which stand-ins without values show."""
+) -> Iterator[Constant]:
+    """Refuses a function that reads one of some weights, which stand-ins without values show.
+
+    Returns its constants.
+    """
     found: list[Any] = []
 
     def trace() -> None:
@@ -265,12 +272,13 @@ def _refuse(
             function(*arguments)
         found.extend(weight for weight, value in pairs if value.consumers())
 
-    tf.function(trace, autograph=False).get_concrete_function()
+    traced = tf.function(trace, autograph=False).get_concrete_function()
     if found:
         raise UnsupportedModelError(
             f"{what} reads weight '{found[0].path}' past the model's layers, where stages and "
             f"replicas would not train as one process does. {advice}"
         )
+    return constants_of(traced, lambda _: what)
 
 
 def _placeholder(described: Any) -> Any:

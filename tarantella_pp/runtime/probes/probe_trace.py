@@ -285,6 +285,13 @@ class ProbeTrace:
         """Outputs, added losses and gradients."""
         return [tensor for part in self._parts[:4] for tensor in part]
 
+    def variables_past(self) -> list[tf.Variable]:
+        """The variables that are no layer's, in the order in which they are read."""
+        layer, graph = self._module.layer, self.function.graph
+        own = {id(v.value) for v in (*layer.variables, *layer.metrics_variables, *layer.read)}
+        past = {id(v.handle): v for v in graph.variables if id(v) not in own}  # of a set
+        return [past[id(outer)] for outer, _ in graph.captures if id(outer) in past]
+
     def _handles(self, variables: Sequence[tf.Variable]) -> set[Any]:
         outside = {id(variable.handle) for variable in variables}
         captures = self.function.graph.captures

@@ -11,6 +11,7 @@ What mixes samples, or looks at their number or at the place of one, gives somet
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from tarantella_pp.errors import UNCUT, UnsupportedModelError
 from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.internals.training import made_by_keras
 from tarantella_pp.partition.graph.calls import Call
+from tarantella_pp.runtime.probes.constants import Constant, constants_of
 from tarantella_pp.runtime.probes.metric_probe import metric_means
 from tarantella_pp.runtime.probes.parts import MEAN, SUM, Samples, alike, much_larger, opposite
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, samples_first
@@ -49,6 +51,9 @@ class StageProbe:
     others: Callable[[], Sequence[Any]] = list
     num_replicas: int = 1
     is_plain: bool = False
+    # What replicas must have alike, and variables that are no layer's
+    constants: list[Constant] = field(default_factory=list, init=False)
+    variables: list[tf.Variable] = field(default_factory=list, init=False)
     _kinds: dict[bool, Array] = field(default_factory=dict, init=False)
     _factors: dict[tuple[bool, int, float], tf.Tensor] = field(default_factory=dict, init=False)
 
@@ -69,6 +74,10 @@ class StageProbe:
         first = samples_first(inputs, self._axes)
         trace = self._trace(training, rows, first, num_micro_batches)
         refuse_effects(trace.function, self.module.layer, num_micro_batches, self.is_plain)
+        if self.num_replicas > 1:
+            place = functools.partial(place_of, layer=self.module.layer)
+            self.constants = list(constants_of(trace.function, place))
+            self.variables = trace.variables_past()
         unlike = list(trace.drawn_by)
         if trace.counts:
             again = self._trace(training, rows, first, num_micro_batches)

@@ -1,0 +1,57 @@
+"""Numbers that a model computes with and that are no weights: replicas must have the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.runtime.comm.collective import on_all_ranks
+from tarantella_pp.runtime.comm.process_groups import ProcessGroups
+
+Constant: TypeAlias = "tuple[Callable[[], str], np.ndarray[Any, Any]]"  # where it is, and its value
+
+
+def constants_of(function: Any, place: Callable[[str], str] = str) -> Iterator[Constant]:
+    """The kinds of a graph's operations, and its constants; functions in it have any name."""
+    definition = function.graph.as_graph_def()
+    bodies = [body.node_def for body in definition.library.function]
+    for nodes in (definition.node, *sorted(bodies, key=lambda nodes: [node.op for node in nodes])):
+        for node in nodes:
+            where, proto = functools.partial(place, node.name), node.attr["value"].tensor
+            yield where, np.frombuffer(node.op.encode(), np.uint8)
+            if node.op == "Const" and proto.dtype != tf.string:
+                yield where, tf.make_ndarray(proto)
+    for outer, inner in function.graph.captures:
+        if outer.dtype not in (tf.resource, tf.variant, tf.string):
+            yield functools.partial(place, inner.op.name), outer.numpy()
+
+
+def refuse_unlike(groups: ProcessGroups, mine: Sequence[Constant]) -> None:
+    """Refuses constants that replicas do not have alike, on all ranks; all must call it."""
+
+    def compare() -> None:
+        first, *others = groups.peers.allgather_json([_measured(value) for _, value in mine])
+        for rank, theirs in zip(groups.peers.world_ranks[1:], others, strict=True):
+            for (where, _), one, other in zip(mine, first, theirs, strict=False):
+                if abs(one - other) > 1e-5 * one:  # `sin` may round otherwise on other CPUs
+                    raise ConfigurationError(
+                        f"{where()} has other constants or operations on rank {rank} than on rank "
+                        f"{groups.peers.world_ranks[0]}, so replicas would train different "
+                        "functions. Call keras.utils.set_random_seed(seed) before you make the "
+                        "model, or keep them in a weight with trainable=False."
+                    )
+
+    if groups.num_replicas > 1:
+        on_all_ranks(groups.pipeline, "train what other replicas train", compare)
+
+
+def _measured(value: Any) -> float:
+    """A number that is another one for other numbers; so large that rounding is small beside it."""
+    flat = np.ravel(value).astype(np.complex128)
+    product = flat @ np.cos(1.7 * np.arange(flat.size) + 1)
+    return float(product.real - product.imag + 3 * np.sqrt(flat.size) * np.linalg.norm(flat))

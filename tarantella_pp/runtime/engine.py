@@ -243,6 +243,7 @@ class Engine:
     def _compiled_for(self, batch: Batch) -> Compilation:
         """Loss, metrics and optimizer, which the first batch after `compile` tells the rest of."""
         if self._compilation is None:
+            self.stages.forget_kept()
             with only_traced():
                 self._compilation = Compilation(
                     self._model, self.placed, batch, boundary=self.stages.boundaries[-1],

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.batch import Batch
 from tarantella_pp.runtime.batch_step import BatchStep
@@ -73,11 +74,19 @@ class RankStages(dict[int, Stage]):
             [module.statistics for module in self.modules.values()],
             self.exchange,
         )
+        # Tensors of other graphs that layers have kept of their last call, when they were read
+        attributes = [(vars(p), *x) for p in sublayers(extracted.model) for x in vars(p).items()]
+        self._kept = [given for given in attributes if tf.is_symbolic_tensor(given[2])]
         self.have_run = False
         self._messages = messages
         self._measures = False
         self._tried: set[tuple[bool, bool]] = set()
         self._arrived: dict[int, list[tf.Tensor]] = defaultdict(list)
+
+    def forget_kept(self) -> None:
+        """Lets no graph take in what layers may have kept of calls of the user's since."""
+        for attributes, name, tensor in self._kept:
+            attributes[name] = tensor
 
     def is_due(self, training: bool, batch: Batch) -> bool:
         """Whether steps of a kind are yet to be tried out."""
@@ -88,6 +97,7 @@ class RankStages(dict[int, Stage]):
         """Runs the first micro-batch forward: what can fail fails here, on all ranks alike."""
         self.have_run = True
         self._arrived.clear()
+        self.forget_kept()
 
         def run() -> None:
             for boundary in self.boundaries:

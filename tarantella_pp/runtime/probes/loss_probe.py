@@ -43,7 +43,7 @@ from tarantella_pp.runtime.probes.parts import (
     chosen,
 )
 from tarantella_pp.runtime.stage.model_outputs import unpacked
-from tarantella_pp.runtime.stage.side_effects import effects_of
+from tarantella_pp.runtime.stage.side_effects import effects_of, refuse_kept
 
 Shape = Sequence[int | None]
 
@@ -170,6 +170,7 @@ def _kinds(loss: Any, data: Sequence[tuple[Array, Array]]) -> Iterator[frozenset
         probe = PartsProbe(function, function.inputs[:2], function.outputs)
     except Exception:  # whatever a loss says to targets of another shape
         return
+    refuse_kept(function, lambda _: f"Loss '{loss.name}'")
     value, follows = function.outputs[0], following(function.graph, function.inputs[:2])
     used = uses_of_sums([value], follows) if value.shape.rank else [nonlinear([value], follows)]
     # It draws random numbers or counts its calls; or samples may see each other with other data.
@@ -278,6 +279,7 @@ def _refuse(
             f"{what} reads weight '{found[0].path}' past the model's layers, where stages and "
             f"replicas would not train as one process does. {advice}"
         )
+    refuse_kept(traced, lambda _: what)
     return constants_of(traced, lambda _: what)
 
 

@@ -30,7 +30,7 @@ from tarantella_pp.runtime.probes.metric_probe import metric_means
 from tarantella_pp.runtime.probes.parts import MEAN, SUM, Samples, alike, much_larger, opposite
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, samples_first
 from tarantella_pp.runtime.stage.graph_functions import specs_of
-from tarantella_pp.runtime.stage.side_effects import place_of, refuse_effects
+from tarantella_pp.runtime.stage.side_effects import place_of, refuse_effects, refuse_kept
 from tarantella_pp.runtime.stage.stage_module import StageModule
 
 # Samples to try a stage out with, of following micro-batches too; else the same ones once more.
@@ -74,8 +74,9 @@ class StageProbe:
         first = samples_first(inputs, self._axes)
         trace = self._trace(training, rows, first, num_micro_batches)
         refuse_effects(trace.function, self.module.layer, num_micro_batches, self.is_plain)
+        place = functools.partial(place_of, layer=self.module.layer)
+        refuse_kept(trace.function, place)
         if self.num_replicas > 1:
-            place = functools.partial(place_of, layer=self.module.layer)
             self.constants = list(constants_of(trace.function, place))
             self.variables = trace.variables_past()
         unlike = list(trace.drawn_by)

@@ -8,8 +8,10 @@ of batches and metrics goes from one run to the next.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import tensorflow as tf
 
 from tarantella_pp.errors import UNCUT, UnsupportedModelError
 from tarantella_pp.internals.functional import sublayers
@@ -56,6 +58,18 @@ def refuse_effects(function: Any, layer: Any, num_micro_batches: int, plain: boo
                 f"{place} writes {f'its variable {written!r}' if written else 'a variable'} each "
                 f"time it runs, {num_micro_batches} times for each batch (each micro-batch of all "
                 f"replicas) and not once, so it would train something else. {UNCUT}."
+            )
+
+
+def refuse_kept(function: Any, place: Callable[[str], str]) -> None:
+    """Refuses a graph that reads a tensor of another one, which a layer has kept of its call."""
+    for outer, inner in function.graph.captures:
+        if tf.is_symbolic_tensor(outer):
+            raise UnsupportedModelError(
+                f"{place(inner.consumers()[0].name)} reads '{outer.name}', a tensor that a layer "
+                "has kept of its call: it is there in the stage of that layer only, and not in "
+                "losses and metrics. Let the layer return it, and pass it on as an input, or make "
+                "it an output of the model."
             )
 
 

@@ -701,6 +701,35 @@ def test_functions_that_read_weights_past_what_they_are_given_are_refused_by_nam
         model.train_on_batch(X, Y)
 
 
+def keep(layer, x, _):
+    layer.kept = layer.gain * x
+    return x + layer.kept
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_tensors_that_layers_keep_of_their_calls_are_refused_elsewhere(calls):
+    def build(stages):
+        keeper = Own(keep, name="keeper")
+        model = between(keeper, layers.Dense(5), Own(lambda _, x, __: x - keeper.kept))
+        balance = {"balance": [2, 3]} if stages > 1 else {}
+        made = PipelineModel(model, stages, num_micro_batches=3, **balance)
+        for _ in range(calls):
+            keeper(X)  # as for looking at features: keeps numbers
+        return made, keeper
+
+    with pytest.raises(UnsupportedModelError, match=r"'odd' reads '.*keeper.*make it an output"):
+        compiled(build(2)[0]).train_on_batch(X, Y)
+    model, keeper = build(1)
+    trained(compiled(model))
+
+    def train():
+        model.compile(sgd(), lambda y, p: ops.mean((y - p - ops.mean(keeper.kept)) ** 2, -1))
+        model.train_on_batch(X, Y)
+
+    with pytest.raises(UnsupportedModelError, match=r"(?i)loss.* reads '.*keeper"):
+        train()
+
+
 def test_what_rounding_has_switched_once_is_no_mixing(monkeypatch):
     """A ReLU at zero is another with other rounding, and so are the gradients that pass it."""
     honest, once = ProbeTrace.both_ways, [[0]]

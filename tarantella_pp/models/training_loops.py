@@ -105,6 +105,18 @@ class TrainingLoops(_AnyModel):
     _engine: Any  # an `Engine` of a pipeline, or the `ReplicaSteps` of a model with its own steps
     _wrapped: keras.Model  # the user's own
 
+    def compile_from_config(self, config: Mapping[str, Any]) -> None:
+        """Compiles the model anew as plain Keras does, where its class has no `compile` of its own.
+
+        All ranks must call it.
+        """
+        if type(self._wrapped).compile is not keras.Model.compile:
+            super().compile_from_config(config)  # which says so
+            return
+        given = keras.saving.deserialize_keras_object(config)
+        given.pop("jit_compile", None)  # which Keras has resolved
+        self.compile(**given)
+
     def make_train_function(self, force: bool = False) -> None:
         """Builds this rank's training step; called by Keras' own loops."""
         self._engine.weights.refresh()

@@ -174,6 +174,12 @@ def losses_by_hand(model):
     return float(loss), {name: float(value) for name, value in logs.items()}
 
 
+def compiled_as_it_is(model):
+    first = taught(model)
+    model.compile_from_config(model.get_compile_config())
+    return first, taught(model), model.get_weights()
+
+
 def without_an_optimizer(model):
     model.compile(optimizer=None, loss="mse", metrics=["mae"])
     return model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0)
@@ -305,6 +311,7 @@ USES = [
     (steps_by_hand, MLP, {}),
     (losses_by_hand, MLP, {}),
     (without_an_optimizer, ANEW, {}),
+    (compiled_as_it_is, ANEW, {}),
     (nothing_trained, case(without_weights), {"num_micro_batches": 1}),
     (other_shapes, case(mean_of_all), {}),
 ]

@@ -19,6 +19,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.compile_utils import CompileLoss as CompileLoss
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context
+from tensorflow.python.ops import gradients_util
 
 from tarantella_pp.internals.functional import sublayers
 
@@ -231,6 +232,20 @@ def moments_known(layer: Any) -> Iterator[list[tuple[Any, Any]]]:
 
     with _moments(batch_norms(layer), known):
         yield taken
+
+
+@contextlib.contextmanager
+def gradients_asked() -> Iterator[list[tuple[str, list[Any], list[Any]]]]:
+    """Notes in which scopes `tf.gradients` is called, of what and by what."""
+    asked, helper = [], gradients_util._GradientsHelper
+
+    def noted(ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = tf.compat.v1.get_default_graph().get_name_scope()
+        asked.append((scope, keras.tree.flatten(ys), keras.tree.flatten(xs)))
+        return helper(ys, xs, *args, **kwargs)
+
+    with mock.patch.object(gradients_util, "_GradientsHelper", noted):
+        yield asked
 
 
 def standardize_inputs(model: Any, x: Any) -> list[Any]:

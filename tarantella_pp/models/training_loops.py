@@ -106,10 +106,7 @@ class TrainingLoops(_AnyModel):
     _wrapped: keras.Model  # the user's own
 
     def compile_from_config(self, config: Mapping[str, Any]) -> None:
-        """Compiles the model anew as plain Keras does, where its class has no `compile` of its own.
-
-        All ranks must call it.
-        """
+        """Compiles the model anew, if its class leaves that to Keras; all ranks must call it."""
         if type(self._wrapped).compile is not keras.Model.compile:
             super().compile_from_config(config)  # which says so
             return

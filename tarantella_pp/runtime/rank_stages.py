@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tarantella_pp.internals.functional import sublayers
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
+from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.runtime.batch import Batch
 from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
@@ -26,7 +27,6 @@ from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage.stage_messages import StageMessages
 from tarantella_pp.runtime.weights.rank_weights import PlacedModel
 from tarantella_pp.runtime.weights.remote_variables import is_remote, is_stale
-from tarantella_pp.runtime.weights.shared_weights import broadcast_variable
 from tarantella_pp.schedule import Transfer
 
 
@@ -62,6 +62,7 @@ class RankStages(dict[int, Stage]):
             i: StageProbe(
                 module,
                 functools.partial(_weights_past, extracted, module.boundary.nodes),
+                functools.partial(_following, graph),
                 groups.num_replicas,
                 self._is_plain,
             )
@@ -106,11 +107,9 @@ class RankStages(dict[int, Stage]):
         with self._forward_state.measuring(step.training) as self._measures:
             on_all_ranks(self._groups.peers, "run its stages", run)
         probes = self.probes.values()
-        refuse_unlike(self._groups, [x for probe in probes for x in probe.constants])
+        refuse_unlike(self._groups, [found for probe in probes for found in probe.constants])
         for probe in probes:
             probe.constants.clear()
-            for variable in probe.variables:
-                broadcast_variable(variable, 0, self._groups.peers)
         self._tried.add((step.training, len(step.batch.share.sizes) > 1))
 
     def _try(self, boundary: stage_boundary.StageBoundary, step: BatchStep) -> None:
@@ -200,6 +199,14 @@ class RankStages(dict[int, Stage]):
         mine = {i: reason for i, reason in reasons.items() if reason}
         everywhere = self._groups.pipeline.allgather_json(mine)
         return {int(i): reason for theirs in everywhere for i, reason in theirs.items()}
+
+
+def _following(graph: LayerGraph, tensor: int) -> set[int]:
+    """The tensors of a model that follow from one."""
+    found = {tensor}
+    for node in graph.nodes:  # in order
+        found.update(() if found.isdisjoint(node.inputs) else node.outputs)
+    return found
 
 
 def _weights_past(extracted: ExtractedModel, nodes: Sequence[int]) -> list[Any]:

@@ -276,3 +276,15 @@ def test_a_gpu_is_found_where_there_is_one(monkeypatch):
         monkeypatch.setattr(tf.config, name, lambda kind: [kind])
     monkeypatch.setattr(training.device_lib, "list_local_devices", lambda: [cpu, gpu])
     assert training.gpu_in_use() == ("pci bus id: 01", 9)
+
+
+def test_tf_gradients_is_noted_with_its_scope():
+    @tf.function
+    def slope(x):
+        with tf.name_scope("inside"):
+            return tf.gradients(x * x, [x])
+
+    with training.gradients_asked() as asked:
+        slope(tf.ones(3))
+    ((scope, (y,), (x,)),) = asked
+    assert (scope, y.op.type, x.op.type) == ("inside", "Mul", "Placeholder")

@@ -60,10 +60,10 @@ UNSEEDED = {
     "loss": "The loss has other constants",
     "metric": "A metric has other constants",
     "regularizer": "The regularizer of .*kernel' has other constants",
-    "variable": "^$",
+    "variable": "Layer 'odd' has other constants",
     "rounding": "^$",
 }
-"""What is said where each rank has drawn numbers of its own; weights and variables are rank 0's."""
+"""What is said where each rank has drawn numbers of its own."""
 
 
 def unseeded(where):

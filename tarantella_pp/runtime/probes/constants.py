@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,19 +16,25 @@ from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 Constant: TypeAlias = "tuple[Callable[[], str], np.ndarray[Any, Any]]"  # where it is, and its value
 
 
-def constants_of(function: Any, place: Callable[[str], str] = str) -> Iterator[Constant]:
-    """The kinds of a graph's operations, and its constants; functions in it have any name."""
+def constants_of(
+    function: Any, place: Callable[[str], str] = str, held: Iterable[Any] | None = None
+) -> Iterator[Constant]:
+    """Kinds of a graph's operations, constants, and variables that are none of those held."""
     definition = function.graph.as_graph_def()
-    bodies = [body.node_def for body in definition.library.function]
+    bodies = [body.node_def for body in definition.library.function]  # their names are any
     for nodes in (definition.node, *sorted(bodies, key=lambda nodes: [node.op for node in nodes])):
         for node in nodes:
             where, proto = functools.partial(place, node.name), node.attr["value"].tensor
             yield where, np.frombuffer(node.op.encode(), np.uint8)
             if node.op == "Const" and proto.dtype != tf.string:
                 yield where, tf.make_ndarray(proto)
+    variables = () if held is None else function.graph.variables
+    own = {id(variable.value) for variable in held or ()}
+    others = {id(variable.handle): variable for variable in variables if id(variable) not in own}
     for outer, inner in function.graph.captures:
-        if outer.dtype not in (tf.resource, tf.variant, tf.string):
-            yield functools.partial(place, inner.op.name), outer.numpy()
+        value = others.get(id(outer), outer)
+        if value.dtype not in (tf.resource, tf.variant, tf.string):
+            yield functools.partial(place, inner.consumers()[0].name), value.numpy()
 
 
 def refuse_unlike(groups: ProcessGroups, mine: Sequence[Constant]) -> None:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from tarantella_pp.internals.functional import sublayers
-from tarantella_pp.internals.training import body_of, moments_known
+from tarantella_pp.internals.training import body_of, gradients_asked, moments_known
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.probes.linearity import (
     Sized,
@@ -285,13 +285,6 @@ class ProbeTrace:
         """Outputs, added losses and gradients."""
         return [tensor for part in self._parts[:4] for tensor in part]
 
-    def variables_past(self) -> list[tf.Variable]:
-        """The variables that are no layer's, in the order in which they are read."""
-        layer, graph = self._module.layer, self.function.graph
-        own = {id(v.value) for v in (*layer.variables, *layer.metrics_variables, *layer.read)}
-        past = {id(v.handle): v for v in graph.variables if id(v) not in own}  # of a set
-        return [past[id(outer)] for outer, _ in graph.captures if id(outer) in past]
-
     def _handles(self, variables: Sequence[tf.Variable]) -> set[Any]:
         outside = {id(variable.handle) for variable in variables}
         captures = self.function.graph.captures
@@ -308,9 +301,9 @@ class ProbeTrace:
     def _trace(self, place: tf.Tensor, factors: tf.Tensor, *inputs: tf.Tensor) -> tf.Tensor:
         module, layer, boundary = self.module, self.module.layer, self.module.boundary
         layer.observe = self._observe
-        real = samples_first(inputs, boundary.axes_of(boundary.inputs), undo=True)
+        self.given = real = samples_first(inputs, boundary.axes_of(boundary.inputs), undo=True)
         try:
-            with moments_known(layer) as self._moments:
+            with moments_known(layer) as self._moments, gradients_asked() as self.asked:
                 results, added = module.run(real, self.training, tried=True)
         finally:
             layer.observe = None

@@ -29,8 +29,8 @@ from tarantella_pp.runtime.probes.constants import Constant, constants_of
 from tarantella_pp.runtime.probes.metric_probe import metric_means
 from tarantella_pp.runtime.probes.parts import MEAN, SUM, Samples, alike, much_larger, opposite
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, samples_first
-from tarantella_pp.runtime.stage.graph_functions import specs_of
-from tarantella_pp.runtime.stage.side_effects import place_of, refuse_effects, refuse_kept
+from tarantella_pp.runtime.stage.graph_functions import frontier, specs_of
+from tarantella_pp.runtime.stage.side_effects import place_of, refuse_effects
 from tarantella_pp.runtime.stage.stage_module import StageModule
 
 # Samples to try a stage out with, of following micro-batches too; else the same ones once more.
@@ -49,11 +49,10 @@ class StageProbe:
     module: StageModule
     # Gives weights of other stages: a function that reads one has no gradient for it
     others: Callable[[], Sequence[Any]] = list
+    after: Callable[[int], set[int]] = lambda tensor: {tensor}  # what follows from a tensor
     num_replicas: int = 1
     is_plain: bool = False
-    # What replicas must have alike, and variables that are no layer's
-    constants: list[Constant] = field(default_factory=list, init=False)
-    variables: list[tf.Variable] = field(default_factory=list, init=False)
+    constants: list[Constant] = field(default_factory=list, init=False)  # if there are replicas
     _kinds: dict[bool, Array] = field(default_factory=dict, init=False)
     _factors: dict[tuple[bool, int, float], tf.Tensor] = field(default_factory=dict, init=False)
 
@@ -74,11 +73,12 @@ class StageProbe:
         first = samples_first(inputs, self._axes)
         trace = self._trace(training, rows, first, num_micro_batches)
         refuse_effects(trace.function, self.module.layer, num_micro_batches, self.is_plain)
-        place = functools.partial(place_of, layer=self.module.layer)
-        refuse_kept(trace.function, place)
+        self._refuse_gradients(trace)
         if self.num_replicas > 1:
-            self.constants = list(constants_of(trace.function, place))
-            self.variables = trace.variables_past()
+            layer = self.module.layer
+            held = *layer.variables, *layer.metrics_variables, *layer.read
+            place = functools.partial(place_of, layer=layer)
+            self.constants = list(constants_of(trace.function, place, held))
         unlike = list(trace.drawn_by)
         if trace.counts:
             again = self._trace(training, rows, first, num_micro_batches)
@@ -116,6 +116,21 @@ class StageProbe:
             kinds = self._kinds.get(training, np.zeros(count))
             self._factors[key] = tf.constant(np.maximum(kinds, share), keras.config.floatx())
         return self._factors[key]
+
+    def _refuse_gradients(self, trace: ProbeTrace) -> None:
+        """Refuses gradients that a layer takes of what other stages have computed."""
+        pairs = zip(trace.given, self.module.boundary.inputs, strict=True)
+        ids = {tensor.ref(): port.tensor for tensor, port in pairs if not port.mask}
+        for scope, of, by in trace.asked:
+            ends = {tensor.ref() for tensor in by}
+            met, _ = frontier(of, lambda tensor: tensor.ref() in ends | ids.keys())  # noqa: B023
+            through = {ids[tensor.ref()] for tensor in met if tensor.ref() not in ends}
+            if any(through & self.after(ids[end]) for end in ends & ids.keys()):
+                raise UnsupportedModelError(
+                    f"{place_of(scope, self.module.layer)} calls tf.gradients by what an earlier "
+                    "stage computes with, which is another graph, so it would miss a part. Use "
+                    "num_stages=1, and replicas, or make one layer of all that it goes through."
+                )
 
     def _refuse_lost(self, trace: ProbeTrace, several: bool) -> None:
         """Refuses weights whose gradient would be lost, where there are several micro-batches."""

@@ -7,6 +7,7 @@ of batches and metrics goes from one run to the next.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ class Effect(NamedTuple):
 
 def refuse_effects(function: Any, layer: Any, num_micro_batches: int, plain: bool) -> None:
     """Refuses a forward pass whose numbers follow from how often, or where, it runs."""
+    refuse_kept(function, functools.partial(place_of, layer=layer))
     graph = function.graph
     handles = {internal.op.name: external for external, internal in graph.captures}
     allowed = {id(state.value.handle) for state in running_states(layer)}

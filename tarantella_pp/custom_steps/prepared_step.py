@@ -23,6 +23,7 @@ from tarantella_pp.runtime.probes.parts import MEAN, SAME, SUM
 from tarantella_pp.runtime.stage.forward_state import BatchStatistics
 from tarantella_pp.runtime.stage.graph_functions import (
     CompiledFunction,
+    CompiledUpdate,
     SubgraphExtractor,
     frontier,
 )
@@ -250,11 +251,12 @@ class PreparedStep:
         self._statistics.finish()
 
 
-def _compiled(update: Update) -> Any:
+
+def _compiled(update: Update) -> CompiledUpdate:
     def apply(gradients: list[Gradient]) -> None:
         if update.method == "apply":
             update.optimizer.apply(gradients, update.variables)
         else:
             update.optimizer.apply_gradients(zip(gradients, update.variables, strict=True))
 
-    return tf.function(apply, autograph=False, reduce_retracing=True)
+    return CompiledUpdate(apply)

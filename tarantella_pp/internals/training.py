@@ -19,6 +19,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.compile_utils import CompileLoss as CompileLoss
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context
+from tensorflow.python.framework import ops
 from tensorflow.python.ops import gradients_util
 
 from tarantella_pp.internals.functional import sublayers
@@ -324,6 +325,10 @@ def _graph_of(operation: Any, attribute: str) -> Any:
 
 def without_graph(function: Any) -> Any:
     """A compiled function as TensorFlow runs it: Python's graphs go, which it makes if asked."""
+    for op in function.graph.get_operations():
+        # TensorFlow keeps for ever what a gradient of one's own needs, and the graph with it.
+        if op.type == "IdentityN":
+            ops.gradient_registry._registry.pop(op.get_attr("_gradient_op_type").decode(), None)
     run = function.inference_fn
     todo = [run]
     while todo:

@@ -28,7 +28,11 @@ from tarantella_pp.runtime.loss import BatchLoss
 from tarantella_pp.runtime.probes.constants import refuse_unlike
 from tarantella_pp.runtime.probes.loss_probe import loss_kinds, refuse_weights_reached
 from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts
-from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, dense_tensors
+from tarantella_pp.runtime.stage.graph_functions import (
+    CompiledFunction,
+    CompiledUpdate,
+    dense_tensors,
+)
 from tarantella_pp.runtime.stage.model_outputs import pack_outputs, unpacked
 from tarantella_pp.runtime.stage.stage_boundary import StageBoundary, shape_and_dtype
 from tarantella_pp.runtime.stage.stage_module import StageModule
@@ -80,7 +84,7 @@ class OptimizerStep:
             for key, weights in own.buckets.items()
         }
         self._measure = _compiled(self._measured)
-        self._update = _compiled(self._apply_gradients)
+        self._update = CompiledUpdate(self._apply_gradients)
         self.penalty = tf.function(self._regularization, autograph=False)
 
     @functools.cached_property

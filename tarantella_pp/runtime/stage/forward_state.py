@@ -16,6 +16,7 @@ from tarantella_pp.internals.training import batch_norms, reported_moments, runn
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.comm.process_groups import ReplicaExchange
 from tarantella_pp.runtime.comm.tensor_buffers import value_of, values_kept
+from tarantella_pp.runtime.stage.graph_functions import CompiledFunction
 
 
 class BatchStatistics:
@@ -93,7 +94,7 @@ class BatchStatistics:
         if not self._seen:
             return
         if self._update is None:
-            self._update = tf.function(self._take_in, autograph=False)
+            self._update = CompiledFunction(self._take_in, [])
         self._update()
 
     def clear(self) -> None:

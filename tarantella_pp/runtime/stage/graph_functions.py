@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -45,25 +47,51 @@ class CompiledFunction:
         return cls(*flattened(function, arguments, any_rows))
 
 
+class CompiledUpdate:
+    """A function without results, compiled for each kind of arguments that it is called with."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        self._compiled: dict[Hashable, CompiledFunction] = {}
+
+    def __call__(self, *arguments: Any) -> None:
+        """Calls the function with nested arguments."""
+        leaves = tf.nest.flatten(arguments)
+        places = tf.nest.pack_sequence_as(arguments, range(len(leaves)))
+        kind = (str(places), *map(_spec_of, leaves))
+        if kind not in self._compiled:
+            self._compiled[kind] = CompiledFunction.like(self._function, arguments)
+        self._compiled[kind](*dense_tensors(arguments))
+
+
 def flattened(
     function: Callable[..., Any], arguments: tuple[Any, ...], any_rows: bool = False
 ) -> tuple[Callable[..., Any], list[tf.TensorSpec]]:
     """A function of the tensors in nested arguments, `None` among them, and what it takes."""
+    packed = tf.nest.map_structure(functools.partial(_spec_of, any_rows=any_rows), arguments)
+    specs = tf.nest.flatten(packed, expand_composites=True)
 
     def of_tensors(*tensors: tf.Tensor) -> Any:
         given = iter(tensors)
-        filled = [None if x is None else next(given) for x in tf.nest.flatten(arguments)]
-        return function(*tf.nest.pack_sequence_as(arguments, filled))
+        filled = [None if spec is None else next(given) for spec in specs]
+        return function(*tf.nest.pack_sequence_as(packed, filled, expand_composites=True))
 
-    tensors = dense_tensors(arguments)
-    shapes = [[None, *t.shape[1:]] if any_rows else t.shape for t in tensors]
-    pairs = zip(shapes, tensors, strict=True)
-    return of_tensors, [tf.TensorSpec(shape, t.dtype) for shape, t in pairs]
+    return of_tensors, [spec for spec in specs if spec is not None]
 
 
-def dense_tensors(arguments: tuple[Any, ...]) -> list[tf.Tensor]:
+def dense_tensors(arguments: Any) -> list[Any]:
     """The tensors in nested arguments, in the order in which `CompiledFunction.like` takes them."""
-    return [value for value in tf.nest.flatten(arguments) if value is not None]
+    return [v for v in tf.nest.flatten(arguments, expand_composites=True) if v is not None]
+
+
+def _spec_of(value: Any, any_rows: bool = False) -> Any:
+    """What a compiled function takes in the place of a value; any number of slices."""
+    if value is None:
+        return None
+    if isinstance(value, tf.IndexedSlices):
+        dtypes = value.dtype, value.indices.dtype, value.dense_shape.dtype
+        return tf.IndexedSlicesSpec(value.shape, *dtypes, indices_shape=[None])
+    return tf.TensorSpec([None, *value.shape[1:]] if any_rows else value.shape, value.dtype)
 
 
 class FlatGradients:
@@ -76,20 +104,22 @@ class FlatGradients:
             for i, gradient in enumerate(gradients)
             if isinstance(gradient, tf.IndexedSlices)
         }
-        self._parts = [self._components(i, gradient) for i, gradient in enumerate(gradients)]
-        self.tensors = [tensor for parts in self._parts for tensor in parts]
-
-    def rebuilt(self, tensors: Sequence[Any]) -> list[Any]:
-        """Makes gradients of other values in the places of `tensors`: also `Slices`."""
-        left = iter(tensors)
-        values = [[next(left) for _ in parts] for parts in self._parts]
-        return [tuple(v) if len(v) == 3 else v[0] if v else None for v in values]
+        parts = [self._components(i, gradient) for i, gradient in enumerate(gradients)]
+        self.tensors = list(itertools.chain(*parts))
+        # Makes gradients of other values in the places of `tensors`; does not keep their graph.
+        self.rebuilt = functools.partial(_rebuilt, list(map(len, parts)))
 
     def _components(self, place: int, gradient: Any) -> list[tf.Tensor]:
         if place in self.lookups:
             sizes = tf.stack([tf.size(indices) for indices in self.lookups[place]])
             return [gradient.values, gradient.indices, sizes]
         return [] if gradient is None else [tf.convert_to_tensor(gradient)]
+
+
+def _rebuilt(sizes: Sequence[int], tensors: Sequence[Any]) -> list[Any]:
+    left = iter(tensors)
+    values = [tuple(itertools.islice(left, size)) for size in sizes]
+    return [value if len(value) == 3 else value[0] if value else None for value in values]
 
 
 @contextlib.contextmanager
@@ -123,6 +153,12 @@ class SubgraphExtractor:
         places = function.inputs[len(function.inputs) - len(captured) :]
         self._captures = {_name(p): value for p, value in zip(places, captured, strict=True)}
 
+    @functools.cached_property
+    def _written(self) -> bytes:
+        """The graph as what is not compiled yet keeps it: a tenth of its size as objects."""
+        written: bytes = self._definition.SerializeToString()
+        return written
+
     def extract(
         self,
         feeds: Sequence[tf.Tensor],
@@ -136,14 +172,16 @@ class SubgraphExtractor:
         inner = [name for name in dict.fromkeys(names) if name not in fed]
         wanted = [*inner, *(f"{op.name}:0" for op in effects)]
         nodes, used = self._needed(wanted, {*fed, *self._captures})
+        captures = {name: value for name, value in self._captures.items() if name in used}
+        written = self._written
 
         def call(*values: tf.Tensor) -> list[tf.Tensor]:
             given = dict(zip(fed, values, strict=True))
             # Called while a function is traced: weights become captures of that function.
             graph = tf.compat.v1.get_default_graph()
-            known = {n: graph.capture(v) for n, v in self._captures.items() if n in used}
+            known = {name: graph.capture(value) for name, value in captures.items()}
             known |= {name: value for name, value in given.items() if name in used}
-            part = self._part(nodes, waits or {})  # made only if it is called
+            part = _part(written, nodes, waits or {})  # made only if it is called
             imported = tf.graph_util.import_graph_def(
                 part, input_map=known, return_elements=inner, name="part"
             )
@@ -169,21 +207,21 @@ class SubgraphExtractor:
                 todo += [i if ":" in i else f"{i}:0" for i in inputs]
         return nodes, used
 
-    def _part(self, names: set[str], waits: Mapping[str, Iterable[str]]) -> Any:
-        """The graph definition of some nodes; order constraints from outside are dropped."""
-        part = tf.compat.v1.GraphDef()
-        part.versions.CopyFrom(self._definition.versions)
-        part.library.CopyFrom(self._definition.library)
-        for node in self._definition.node:
-            if node.name in names:
-                copy = part.node.add()
-                copy.CopyFrom(node)
-                kept = [i for i in node.input if not i.startswith("^") or i[1:] in names]
-                del copy.input[:]
-                before = [f"^{name}" for name in waits.get(node.name, ()) if name in names]
-                copy.input.extend([*kept, *before])
-                copy.attr.pop("_class", None)  # asks to stay beside nodes of another part
-        return part
+
+def _part(written: bytes, names: set[str], waits: Mapping[str, Iterable[str]]) -> Any:
+    """The graph definition of some nodes; order constraints from outside are dropped."""
+    whole = tf.compat.v1.GraphDef.FromString(written)
+    part = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
+    for node in whole.node:
+        if node.name in names:
+            copy = part.node.add()
+            copy.CopyFrom(node)
+            kept = [i for i in node.input if not i.startswith("^") or i[1:] in names]
+            del copy.input[:]
+            before = [f"^{name}" for name in waits.get(node.name, ()) if name in names]
+            copy.input.extend([*kept, *before])
+            copy.attr.pop("_class", None)  # asks to stay beside nodes of another part
+    return part
 
 
 def _name(tensor: tf.Tensor) -> str:

@@ -48,6 +48,11 @@ class Trace:
     # What a byte is worth that an operation would make again; see `least_kept`
     flops_per_byte: Callable[[tf.Operation], float] = lambda op: 0.0
 
+    @functools.cached_property
+    def extractor(self) -> graph_functions.SubgraphExtractor:
+        """Makes parts of it callable."""
+        return graph_functions.SubgraphExtractor(self.function)
+
 
 @dataclass(frozen=True)
 class GraphSplit:
@@ -102,7 +107,7 @@ def split_graph(trace: Trace, kept: Sequence[tf.Tensor] = ()) -> GraphSplit:
     def waits(weights_first: bool) -> dict[str, list[str]]:
         return _waits(sides, lambda t: t.ref() in held or only_on_weights(t.op), weights_first)
 
-    carve = graph_functions.SubgraphExtractor(trace.function).extract
+    carve = trace.extractor.extract
     # What the forward pass must run although nothing uses its result.
     effects = [op for op in sides.order if op not in sides.after and has_effect(op)]
     return GraphSplit(

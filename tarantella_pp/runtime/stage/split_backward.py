@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from tarantella_pp.internals.training import without_graph
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.partition.graph.traced_costs import bytes_of, memory_of
 from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, FlatGradients, specs_of
@@ -16,6 +17,8 @@ from tarantella_pp.runtime.stage.graph_split import CutError, GraphSplit, Trace,
 from tarantella_pp.runtime.stage.stage_module import StageModule
 from tarantella_pp.runtime.weights.slices import Slices
 
+# Makes gradients of values in the places of the components of a stage's gradients.
+Rebuilt: TypeAlias = Callable[[Sequence[Any]], list[Any]]
 _KEY, _FLAG = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
 
 
@@ -27,34 +30,30 @@ class SplitBackward:
     ) -> None:
         self._module = module
         self._flops_per_byte = flops_per_byte  # of each call
-        self._gradients = FlatGradients([])
-        trace = self._trace(specs)
-        self._cut = split_graph(trace)
-        self._kept = BackwardParts(self._cut, trace, module, self._gradients)
-        # What R needs; a stage that repeats nothing dear has no R
-        self._traced = trace if self._cut.repeats else None
+        # Nothing holds on to the trace: Python's graph has 7 KB an operation.
+        trace, rebuilt = self._trace(specs)
+        cut = split_graph(trace)
+        self._kept = self._whole = BackwardParts(cut, trace, module, rebuilt)
+        if cut.repeats:  # other stages have no R
+            again = split_graph(trace, cut.residuals)
+            self._whole = BackwardParts(again, trace, module, rebuilt)
         self._repeated: set[int] = set()  # micro-batches whose R has run
         self._seeds: dict[int, Sequence[tf.Tensor]] = {}
         self._num_outputs = len(trace.outputs)
         # Where all up to here is frozen nothing was kept, and there is nothing to compute.
         self._has_gradients = bool(trace.input_gradients or trace.weight_gradients)
         self._forward = CompiledFunction(self._run_forward, [_KEY, *specs])
-
-    # Only schedules with R need these.
-    @functools.cached_property
-    def _whole(self) -> BackwardParts:
-        trace = cast("Trace", self._traced)
-        cut = split_graph(trace, self._cut.residuals)
-        return BackwardParts(cut, trace, self._module, self._gradients)
+        without_graph(trace.function)
 
     @functools.cached_property
     def _repeat(self) -> CompiledFunction:
+        """R, which few schedules have."""
         return CompiledFunction(self._run_repeat, [_KEY])
 
     @property
     def residual_bytes(self) -> int | None:
         """Bytes kept for each micro-batch, unknown rows as one; `None` where loops keep lists."""
-        return _bytes_of(self._cut.residuals)
+        return self._kept.residual_bytes
 
     def forward(self, key: int, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Runs micro-batch `key` forward and keeps its residuals."""
@@ -63,7 +62,7 @@ class SplitBackward:
 
     def repeat(self, key: int) -> None:
         """Makes again, and keeps, what the backward pass of `key` would repeat that is dear."""
-        if self._traced is not None:
+        if self._whole is not self._kept:
             self._repeated.add(key)  # first: `clear` must know of it if an error comes midway
             self._repeat(_key(key))
 
@@ -111,15 +110,15 @@ class SplitBackward:
         self._repeated.clear()
 
     def _run_forward(self, key: tf.Tensor, *inputs: tf.Tensor) -> list[tf.Tensor]:
-        results = self._cut.forward(*inputs)
+        results = self._kept.run_forward(*inputs)
         self._kept.put(key, results[self._num_outputs :])
         return results[: self._num_outputs]
 
     def _run_repeat(self, key: tf.Tensor) -> list[tf.Tensor]:
-        self._whole.put(key, self._whole.cut.forward(*self._kept.take(key)))
+        self._whole.put(key, self._whole.run_forward(*self._kept.take(key)))
         return []
 
-    def _trace(self, specs: Sequence[tf.TensorSpec]) -> Trace:
+    def _trace(self, specs: Sequence[tf.TensorSpec]) -> tuple[Trace, Rebuilt]:
         """Forward and gradients of one micro-batch, in one graph."""
         found: dict[str, Any] = {}
         layer = self._module.layer
@@ -139,9 +138,12 @@ class SplitBackward:
             wanted = [*sources, *self._module.variables]
             gradients = tf.gradients(targets, wanted, grad_ys=seeds)
             back, of_weights = self._module.parted(sources, gradients)
-            self._gradients = FlatGradients(of_weights)
             found.update(
-                inputs=inputs, seeds=seeds, outputs=[*outputs, added], input_gradients=back
+                inputs=inputs,
+                seeds=seeds,
+                outputs=[*outputs, added],
+                input_gradients=back,
+                of_weights=FlatGradients(of_weights),
             )
             return [*outputs, added]
 
@@ -150,10 +152,13 @@ class SplitBackward:
             function = traced.get_concrete_function()
         except (NotImplementedError, LookupError) as error:
             raise CutError(f"TensorFlow cannot differentiate the graph: {error}") from error
-        gradients = self._gradients.tensors
-        self._module.accumulator.prepare(self._gradients.rebuilt(gradients))
         prices = self._prices(function.graph.get_operations(), made)
-        return Trace(function=function, weight_gradients=gradients, flops_per_byte=prices, **found)
+        gradients = found.pop("of_weights")
+        self._module.accumulator.prepare(gradients.rebuilt(gradients.tensors))
+        trace = Trace(
+            function=function, weight_gradients=gradients.tensors, flops_per_byte=prices, **found
+        )
+        return trace, gradients.rebuilt
 
     def _prices(
         self, operations: Sequence[tf.Operation], made: Sequence[tuple[Call, int]]
@@ -174,11 +179,15 @@ class BackwardParts:
     """B, W and both in one of a stage that is cut, and what micro-batches keep for them."""
 
     def __init__(
-        self, cut: GraphSplit, trace: Trace, module: StageModule, gradients: FlatGradients
+        self, cut: GraphSplit, trace: Trace, module: StageModule, rebuilt: Rebuilt
     ) -> None:
-        self.cut = cut
         self._module = module
-        self._gradients = gradients
+        self._rebuilt = rebuilt
+        self.run_forward = cut.forward  # its residuals are for `put`
+        self._backward, self._backward_input = cut.backward, cut.backward_input
+        self._backward_weight = cut.backward_weight
+        self._num_early = len(cut.kept_for_b)
+        self.residual_bytes = _bytes_of(cut.residuals)
         self._early, self._late, self._between = map(
             ActivationStash, (cut.kept_for_b, cut.kept_for_w, cut.b_to_w)
         )
@@ -203,9 +212,8 @@ class BackwardParts:
 
     def put(self, key: tf.Tensor, residuals: Sequence[tf.Tensor]) -> None:
         """Keeps residuals of a micro-batch."""
-        early = len(self.cut.kept_for_b)
-        self._early.put(key, residuals[:early])
-        self._late.put(key, residuals[early:])
+        self._early.put(key, residuals[: self._num_early])
+        self._late.put(key, residuals[self._num_early :])
 
     def take(self, key: tf.Tensor) -> list[tf.Tensor]:
         """The residuals of a micro-batch, which are dropped."""
@@ -217,22 +225,22 @@ class BackwardParts:
             store.clear()
 
     def _run_both(self, key: tf.Tensor, first: tf.Tensor, *seeds: tf.Tensor) -> Any:
-        results = self.cut.backward(*seeds, *self.take(key))
+        results = self._backward(*seeds, *self.take(key))
         return results[: self.num_back], self._accumulate(results[self.num_back :], first)
 
     def _run_of_inputs(self, key: tf.Tensor, *seeds: tf.Tensor) -> list[tf.Tensor]:
         kept = [*self._early.take(key), *self._late.peek(key)]
-        results = self.cut.backward_input(*seeds, *kept)
+        results = self._backward_input(*seeds, *kept)
         self._between.put(key, results[self.num_back :])
         return results[: self.num_back]
 
     def _run_of_weights(self, key: tf.Tensor, first: tf.Tensor) -> list[Slices]:
         kept = [*self._late.take(key), *self._between.take(key)]
-        return self._accumulate(self.cut.backward_weight(*kept), first)
+        return self._accumulate(self._backward_weight(*kept), first)
 
     def _accumulate(self, components: Sequence[tf.Tensor], first: tf.Tensor) -> list[Slices]:
         """Adds up the dense gradients, and returns those that are collected."""
-        gradients = self._gradients.rebuilt(components)
+        gradients = self._rebuilt(components)
         self._module.accumulator.add_dense(gradients, first)
         return self._module.accumulator.slices_of(gradients)
 

@@ -251,7 +251,6 @@ class PreparedStep:
         self._statistics.finish()
 
 
-
 def _compiled(update: Update) -> CompiledUpdate:
     def apply(gradients: list[Gradient]) -> None:
         if update.method == "apply":

@@ -12,7 +12,6 @@ these samples do not reach, is looked for in the graph.
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -33,6 +32,7 @@ from tarantella_pp.runtime.probes.parts import (
     Compared,
     PartsProbe,
     Samples,
+    apart,
     chosen,
     chosen_together,
     much_larger,
@@ -48,8 +48,9 @@ _CHANGES = ((smaller, (2, 1)), (opposite, (1, 2)))
 # Bounds of the samples of a trial, else as many as the batch has: a step may treat some samples,
 # such as a rare class, in another way.
 _LEAST_ROWS, _MOST_ROWS = 6, 48
-# How far weights are moved where gradients are all zero.
-_DISTURBED = (1.0, 1e3)
+# And with weights that are moved so far: terms may be zero at first, or count later. Much larger
+# ones only where something has shown nothing.
+_MOVED = ((apart, 1.0), (much_larger, 1.0), (much_larger, 1e3))
 
 _ADVICE = (
     "Compute a loss that is a mean of one value for each sample (or a sum, without other terms). "
@@ -95,14 +96,13 @@ class StepProbe:
         self._reads: list[set[str | None]] = [set() for _ in self._lookups]
         self.finite: set[int] = set()  # the updates whose gradients were numbers in some trial
         self._what = trace.what
-        self._make = functools.partial(
-            PartsProbe,
+        self._probe = PartsProbe(
             trace.function,
             trace.inputs,
             [*dense.values(), *(each[2] for each in self._lookups), *trace.outputs],
             ([op for op in trace.graph.get_operations() if has_effect(op)], trace.written),
+            moves=True,
         )
-        self._probe = self._make()
 
     def run(self, tensors: Sequence[tf.Tensor]) -> None:
         """Tries the step with samples of a batch, as they are and changed."""
@@ -121,12 +121,13 @@ class StepProbe:
         for change, sizes in _CHANGES:
             with contextlib.suppress(tf.errors.OpError):  # content that it does not take
                 self._take(self._probe.compare(samples.changed(change), sizes))
-        for disturbed in _DISTURBED:
-            if not self.unknown():
+        for change, distance in _MOVED:
+            unclear = any(kinds >= {MEAN, SUM} for kinds in (*self.results, *self.state))
+            if change is much_larger and not (unclear or self.unknown()):
                 break
+            self._probe.move(distance)
             with contextlib.suppress(tf.errors.OpError):
-                probe = self._make(disturbed=disturbed)
-                self._take_gradients(probe.compare(samples.changed(much_larger)))
+                self._take(self._probe.compare(samples.changed(change)))
 
     def fixed(self, number: int) -> dict[int, list[bool]]:
         """For each lookup of an update's sparse gradients whether it reads the same rows."""

@@ -68,9 +68,33 @@ class SumAnnealed(SumOfLosses):
         return self.share * tf.reduce_sum(values)
 
 
-def test_sums_that_do_not_count_at_first_are_no_means():
+class Annealed(SumAnnealed):
+    """One more term, and what it is for the logs, that do not count at first."""
+
+    def __init__(self, term):
+        super().__init__()
+        self.term, self.last = term, keras.layers.Dense(3, kernel_initializer="zeros")
+
+    def loss_of(self, x, y):
+        predicted = self(x)
+        added = self.share * self.term(predicted)
+        self.tracker.update_state(added)
+        return tf.reduce_mean(tf.square(predicted - y)) + added, predicted
+
+    def logs(self, loss, y, predicted):
+        return {}
+
+
+def test_what_does_not_count_at_first_is_of_its_own_kind():
     _, found = kinds(SumAnnealed())
     assert {*found.gradients[0]} == {"sum"}
+    trace, found = kinds(Annealed(tf.reduce_mean))
+    assert {*found.gradients[0]} == {"mean"}
+    written = dict(zip([v.name for v in trace.written], found.state, strict=True))
+    assert {k.split("/")[-1]: v for k, v in written.items()} == {
+        "total:0": "mean",
+        "count:0": "same",
+    }
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -249,6 +273,11 @@ MIXED = "gradients that train_step applies .* mix samples"
     [
         (losing(lambda _, x, y, predicted: contrastive(predicted, y)), SGD, MIXED),
         (variant(reduce=staticmethod(tf.reduce_sum)), SGD, "mix samples or add to a sum"),
+        (lambda: Annealed(tf.reduce_sum), SGD, "mix samples or add to a sum"),
+        (
+            lambda: Annealed(lambda made: tf.reduce_mean(tf.square(made[:, None] - made))),
+            SGD, "mix samples or add to a sum",
+        ),
         (logging(lambda _, made: tf.math.reduce_std(made)), SGD, "returns as 'odd' mixes samples"),
         (logging(lambda loss, _: tf.minimum(loss, 1e6)), SGD, "returns as 'odd' mixes samples"),
         (

@@ -51,6 +51,8 @@ _BOUNDED = {"Slice", "StridedSlice", "Range", "Fill", "Tile"}
 # These have as many rows as one of the things that they are given.
 _LIKE_ONE = {"GatherV2": 1, "ResourceGather": 1, "GatherNd": 1, "TensorScatterUpdate": 0}
 _LIKE_ONE |= {"ScatterNd": 2, "UnsortedSegmentSum": 2, "TensorScatterAdd": 0}
+# Which of the things that they are given says along which dimensions they move numbers.
+_ALONG = {"Roll": 2, "ReverseV2": 1, "Cumsum": 1, "Cumprod": 1, "GatherV2": 2, "ConcatV2": -1}
 
 
 class Sized(NamedTuple):
@@ -158,12 +160,17 @@ def nonlinear_uses(tensors: Sequence[tf.Tensor], follows: set[Any]) -> Iterator[
 
 def sums_of(users: Sequence[tf.Operation], follows: set[Any]) -> list[tf.Tensor] | None:
     """The sums that operations use, not those made of others; `None` if a function makes some."""
-    found = {}
     todo: list[tf.Tensor] = []
     for op in users:
         if body_of(op) is not None:
             return None
         todo += filter(_is_sum, op.outputs if op.type in _EXTREMES else op.inputs)
+    return first_sums(todo, follows)
+
+
+def first_sums(tensors: Iterable[tf.Tensor], follows: set[Any]) -> list[tf.Tensor]:
+    """Of some sums over samples, and those that they are made of, the ones not made of others."""
+    found, todo = {}, list(tensors)
     seen = set()
     while todo:
         tensor = todo.pop()
@@ -176,6 +183,34 @@ def sums_of(users: Sequence[tf.Operation], follows: set[Any]) -> list[tf.Tensor]
         else:
             found[tensor.ref()] = tensor
     return list(found.values())
+
+
+def moves_samples(tensor: tf.Tensor, follows: set[Any]) -> bool:
+    """Whether something is made of samples in the places of others: all have them first."""
+    _, above = frontier([tensor], lambda t: not _follows(t, follows))
+    return any(map(_moves, above))
+
+
+def _moves(op: tf.Operation) -> bool:
+    # A shape that is computed may be any, but leaves numbers in their order.
+    elsewhere = any(map(_later, op.outputs)) and not any(map(_later, op.inputs))
+    elsewhere = elsewhere and op.type != "Reshape"
+    if op.type == "StridedSlice":
+        step = tf.get_static_value(op.inputs[3])
+        all_of_them = op.get_attr("begin_mask") & op.get_attr("end_mask") & 1
+        kept = op.get_attr("ellipsis_mask") & 1 or (
+            all_of_them and step is not None and step[0] == 1
+        )
+        return elsewhere or not kept
+    if op.type not in _ALONG:
+        return elsewhere
+    along = tf.get_static_value(op.inputs[_ALONG[op.type]])
+    return elsewhere or along is None or 0 in np.ravel(along)
+
+
+def _later(tensor: tf.Tensor) -> bool:
+    """Whether samples may lie along another dimension than the first."""
+    return tensor.shape.rank is not None and None in tensor.shape.as_list()[1:]
 
 
 def nonlinear_write(op: tf.Operation, follows: set[Any]) -> bool:

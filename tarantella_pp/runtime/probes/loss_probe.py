@@ -31,16 +31,24 @@ from tarantella_pp.internals.training import (
 )
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.probes.constants import Constant, constants_of
-from tarantella_pp.runtime.probes.linearity import following, nonlinear, uses_of_sums
+from tarantella_pp.runtime.probes.linearity import (
+    first_sums,
+    following,
+    moves_samples,
+    nonlinear,
+    uses_of_sums,
+)
 from tarantella_pp.runtime.probes.parts import (
     ALL,
     MEAN,
     ROWS,
     SUM,
     Array,
+    Compared,
     PartsProbe,
     Samples,
     chosen,
+    kinds_of,
 )
 from tarantella_pp.runtime.stage.model_outputs import unpacked
 from tarantella_pp.runtime.stage.side_effects import effects_of, refuse_kept
@@ -97,6 +105,11 @@ def _tried(loss: Any, y: Any, shapes: Sequence[Shape]) -> tuple[str | None, str]
     found = value_kinds(loss, shapes[0], own[0] if len(own) == 1 else None)
     if found is None:
         return f"loss '{loss.name}' does not take the targets that it was tried with", ROWS
+    if found >= {MEAN, SUM}:
+        return (
+            f"loss '{loss.name}' has terms that are zero for the targets that it is tried with",
+            ROWS,
+        )
     kind = chosen(found, (ROWS, MEAN, SUM))
     if kind is None:
         return f"loss '{loss.name}' looks at several samples at once", ROWS
@@ -158,7 +171,8 @@ def _kinds(loss: Any, data: Sequence[tuple[Array, Array]]) -> Iterator[frozenset
 
     def values(y: tf.Tensor, y_pred: tf.Tensor) -> list[tf.Tensor]:
         found, mask = sample_values(loss, y, y_pred)
-        return [found] if mask is None else [found, tf.cast(mask, found.dtype)]
+        (gradient,) = tf.gradients(found, y_pred, unconnected_gradients="zero")
+        return [found, gradient] + ([] if mask is None else [tf.cast(mask, found.dtype)])
 
     specs = [tf.TensorSpec([None, *part.shape[1:]], keras.config.floatx()) for part in data[0]]
     try:
@@ -167,7 +181,6 @@ def _kinds(loss: Any, data: Sequence[tuple[Array, Array]]) -> Iterator[frozenset
         compute_output_spec(functools.partial(sample_values, loss), *described)
         traced = tf.function(values, input_signature=specs, autograph=False)
         function = traced.get_concrete_function()
-        probe = PartsProbe(function, function.inputs[:2], function.outputs)
     except Exception:  # whatever a loss says to targets of another shape
         return
     refuse_kept(function, lambda _: f"Loss '{loss.name}'")
@@ -175,10 +188,20 @@ def _kinds(loss: Any, data: Sequence[tuple[Array, Array]]) -> Iterator[frozenset
     used = uses_of_sums([value], follows) if value.shape.rank else [nonlinear([value], follows)]
     # It draws random numbers or counts its calls; or samples may see each other with other data.
     mixes = any(effects_of(function.graph.as_graph_def())) or any(used)
-    if mixes or (not made_by_keras(loss) and _counts(values, function, data[0])):
+    if not (mixes or made_by_keras(loss)):
+        mixes = moves_samples(value, follows) or _counts(values, function, data[0])
+    if mixes:
         yield frozenset()
         return
-    yield from (kinds for pair in data if (kinds := _kinds_with(probe, *pair)) is not None)
+    # A term that is zero for made-up targets may be a sum beside a mean.
+    terms = [] if value.shape.rank else first_sums([value], follows)
+    sure = {MEAN} if terms and all(term.op.type == "Mean" for term in terms) else ALL
+    terms = terms if sure == ALL else []
+    probe = PartsProbe(function, function.inputs[:2], [*function.outputs, *terms])
+    for pair in data:
+        kinds = _kinds_with(probe, *pair, len(terms))
+        if kinds is not None:
+            yield kinds & sure
 
 
 def _counts(values: Any, function: Any, data: tuple[Array, Array]) -> bool:
@@ -190,14 +213,17 @@ def _counts(values: Any, function: Any, data: tuple[Array, Array]) -> bool:
     return leaves_out or not all(np.allclose(a, b, equal_nan=True) for a, b in pairs)
 
 
-def _kinds_with(probe: PartsProbe, y: Array, y_pred: Array) -> frozenset[str] | None:
+def _kinds_with(
+    probe: PartsProbe, y: Array, y_pred: Array, num_terms: int
+) -> frozenset[str] | None:
     """The kinds that values may be of with such data; `None` if a loss does not take them."""
     try:
         found, other = (probe.compare(_samples(y, made)) for made in (y_pred, y_pred[::-1]))
     except Exception:  # whatever it says to targets of another kind
         return None
-    whole, *mask = found.whole.values
-    if mask and not np.array_equal(mask[0], other.whole.values[1]):
+    values = found.whole.values
+    (whole, _, *mask), terms = values[: len(values) - num_terms], values[len(values) - num_terms :]
+    if mask and not np.array_equal(mask[0], other.whole.values[2]):
         return frozenset()  # a mask must follow from the targets
     parts = [part.values[0] for part in found.parts]
     if not all(np.isfinite(value).all() for value in (whole, *parts)):
@@ -206,8 +232,18 @@ def _kinds_with(probe: PartsProbe, y: Array, y_pred: Array) -> frozenset[str] | 
         return frozenset()
     if y.shape != y_pred.shape and any(part.shape[1:] != whole.shape[1:] for part in parts):
         return None  # Keras spreads such targets over other samples: refused with the batch itself
-    kinds = [found.kinds(place) for place in range(1 + len(mask))]
-    return frozenset.intersection(*kinds) & ({ROWS} if whole.ndim else {MEAN, SUM})
+    kinds = found.kinds(0) & (found.kinds(2) if mask else ALL)
+    kinds = frozenset(kind for kind in kinds if _adds_up(found, kind))
+    if kinds and not all(map(np.any, terms)):
+        return frozenset((MEAN, SUM))  # it may be either
+    return kinds & ({ROWS} if whole.ndim else {MEAN, SUM})
+
+
+def _adds_up(found: Compared, kind: str) -> bool:
+    """Whether its gradients, which may be declared to be others, follow from parts as it does."""
+    gradients = [run.values[1] for run in (found.whole, *found.parts)]
+    whole, *parts = [g * len(g) if kind == MEAN else g for g in gradients]
+    return ROWS in kinds_of(0.0, whole, parts, found.shares, found.tolerance)
 
 
 def _samples(*data: Array) -> Samples:

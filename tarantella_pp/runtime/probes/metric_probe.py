@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +14,17 @@ from tarantella_pp.internals.functional import layer_metrics
 from tarantella_pp.internals.training import made_by_keras
 from tarantella_pp.runtime.probes.linearity import following, nonlinear
 from tarantella_pp.runtime.probes.parts import (
+    ALL,
     MEAN,
     SAME,
     SUM,
     Array,
+    Compared,
     PartsProbe,
     Samples,
+    apart,
     kinds_of,
+    much_larger,
     some_rows,
 )
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace
@@ -149,23 +154,26 @@ def metric_means(trace: ProbeTrace, samples: Samples, num_replicas: int) -> list
     variables = [variable.value for variable, *_ in metrics]
     # The first samples only: later ones may be the same once more, in another part.
     first = samples.of(slice(0, _ROWS))
-    probe = trace.writing(variables)
-    found = probe.compare(first)
-    more = probe.run(first.tensors)  # once more, from where the whole has led
-    turns = trace.writing(variables)
-    for part in first.in_parts():
-        in_turn = turns.run(first.of(part).tensors).state
+    trials = [_written(trace, variables, first)]
+    # What shows nothing while a weight is zero, or samples are alike or small, shows itself later.
+    for change in (apart, much_larger):
+        with contextlib.suppress(tf.errors.OpError):  # content that a layer does not take
+            trials.append(_written(trace, variables, first.changed(change), moved=1.0))
     means = []
     for place, (variable, metric, layer) in enumerate(metrics):
-        before, after = found.start[place], found.whole.state[place]
-        if num_replicas > 1 and not _same(more.state[place], after + (after - before)):
+        kinds, adds, runs_on = ALL, True, True
+        for found, again, in_turn in trials:
+            before, after = found.start[place], found.whole.state[place]
+            kinds &= found.kinds_of_state(place)
+            adds = adds and _same(again[place], after + (after - before))
+            runs_on = runs_on and _same(after, in_turn[place])
+        if num_replicas > 1 and not adds:
             raise UnsupportedModelError(
                 f"How layer '{layer}' changes its metric '{metric}' depends on what it was, so "
                 f"that the num_replicas={num_replicas} replicas cannot add up what each has "
                 "measured. Use num_replicas=1, or pass it to `compile(metrics=...)`."
             )
-        kinds = found.kinds_of_state(place)
-        if SUM in kinds or _same(after, in_turn[place]):
+        if SUM in kinds or runs_on:
             continue
         if MEAN not in kinds:
             raise UnsupportedModelError(
@@ -175,3 +183,15 @@ def metric_means(trace: ProbeTrace, samples: Samples, num_replicas: int) -> list
             )
         means.append(variable)
     return means
+
+
+def _written(
+    trace: ProbeTrace, variables: Sequence[tf.Variable], samples: Samples, moved: float = 0.0
+) -> tuple[Compared, list[Array], list[Array]]:
+    """What is written with samples, once more from there, and with one part after the other."""
+    probe, turns = (trace.writing(variables, moved) for _ in range(2))
+    found = probe.compare(samples)
+    again = probe.run(samples.tensors).state
+    for part in samples.in_parts():
+        in_turn = turns.run(samples.of(part).tensors).state
+    return found, again, in_turn

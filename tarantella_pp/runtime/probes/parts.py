@@ -195,8 +195,8 @@ class PartsProbe:
     """Runs a traced function on samples and on parts of them, in numbers as wide as can be.
 
     Random numbers are drawn for the whole, and each part is given its samples' numbers: it would
-    draw others by itself. Nothing changes: the function writes copies of its variables. All of
-    these are moved by some number if that is given: weights of losses may begin at zero.
+    draw others by itself. Nothing changes: the function writes copies of its variables, of all of
+    them if `moves` says that they may be moved.
 
     Attributes:
         tolerance: How far numbers may be apart that count as the same.
@@ -209,7 +209,7 @@ class PartsProbe:
         fetches: Sequence[tf.Tensor],
         writes: tuple[Sequence[tf.Operation], Sequence[tf.Variable]] = ((), ()),
         rows: int = _FEW,
-        disturbed: float = 0.0,
+        moves: bool = False,
     ) -> None:
         operations = function.graph.get_operations()
         self._function, self._inputs = function, list(inputs)
@@ -220,8 +220,9 @@ class PartsProbe:
         self._axes: list[int | None] = []  # along which these belong to samples, once compared
         self._fetches = list(fetches)
         self._variables = list(written)
-        self._disturbed = disturbed
-        if disturbed:
+        self._num_written = len(self._variables)
+        self._distance = 0.0  # of all variables from where they began
+        if moves:
             known = {id(variable.handle) for variable in written}
             self._variables += [v for v in function.graph.variables if id(v.handle) not in known]
         self._dtypes = {tensor.dtype for op in operations for tensor in op.outputs}
@@ -247,8 +248,8 @@ class PartsProbe:
 
     def _compile(self, graph: TrialGraph) -> None:
         self._graph = graph
-        for variable in graph.written if self._disturbed else ():
-            _disturb(variable, self._disturbed)
+        distance, self._distance = self._distance, 0.0
+        self.move(distance)
         dtypes = {graph.dtype(dtype) for dtype in self._dtypes}
         self.tolerance = min(_COARSEST, _SHAPES * max(TOLERANCES.get(d, 0.0) for d in dtypes))
 
@@ -301,6 +302,12 @@ class PartsProbe:
 
         return self._in_widest(attempt)
 
+    def move(self, distance: float) -> None:
+        """Moves all variables away from where they began: weights of terms may begin at zero."""
+        for variable in self._graph.written if distance != self._distance else ():
+            _move(variable, distance - self._distance)
+        self._distance = distance
+
     def run(self, tensors: Sequence[tf.Tensor]) -> Outcome:
         """Runs the function on some samples, from where it has ended last."""
         return self._in_widest(lambda: self._trial(tensors))
@@ -317,7 +324,10 @@ class PartsProbe:
     def counters(self) -> dict[int, set[bool]]:
         """Which written variables say what is drawn, and whether that has shapes of samples."""
         found = defaultdict[int, set[bool]](set)
-        numbers = {id(variable.handle): i for i, variable in enumerate(self._variables)}
+        numbers = {
+            id(variable.handle): i
+            for i, variable in enumerate(self._variables[: self._num_written])
+        }
         captures = {inner.op: id(outer) for outer, inner in self._function.graph.captures}
         for draw, axis in zip(self.draws, self._axes, strict=True):
             for handle in {captures.get(op, 0) for op in ancestors(draw.op.inputs[1:])}:
@@ -337,10 +347,11 @@ class PartsProbe:
         return self._draw(*map(self._graph.taken, inputs))
 
     def _state(self) -> list[Array]:
-        return [np.asarray(variable.numpy()) for variable in self._graph.written]
+        written = self._graph.written[: self._num_written]
+        return [np.asarray(variable.numpy()) for variable in written]
 
     def _restore(self, values: Sequence[Array]) -> None:
-        for variable, value in zip(self._graph.written, values, strict=True):
+        for variable, value in zip(self._graph.written, values, strict=False):
             variable.assign(tf.cast(value, variable.dtype))
 
     def _axes_of_draws(self, fewer: Sequence[tf.Tensor], whole: Outcome) -> list[int | None]:
@@ -349,11 +360,14 @@ class PartsProbe:
         return [next((i for i, n in enumerate(a.shape) if n != b.shape[i]), None) for a, b in pairs]
 
 
-def _disturb(variable: tf.Variable, size: float) -> None:
-    """Moves the numbers of a variable; counters of steps far, for some losses begin late."""
+def _move(variable: tf.Variable, distance: float) -> None:
+    """Adds other numbers to those of a variable; counters go far, for some losses begin late."""
     if variable.dtype.is_floating:
         wave = tf.cos(1.3 * tf.range(tf.cast(tf.size(variable), tf.float64)))
-        added = size * (0.3 + 0.2 * tf.reshape(wave, variable.shape))
+        # A mean in the kernels of many layers would leave nothing of what tells samples apart.
+        added = distance * (
+            0.2 * tf.reshape(wave, variable.shape) + 0.3 * (variable.shape.rank < 2)
+        )
         variable.assign_add(tf.cast(added, variable.dtype))
     elif variable.dtype in (tf.int32, tf.int64):
         variable.assign_add(tf.fill(variable.shape, tf.constant(10**6, variable.dtype)))
@@ -413,6 +427,15 @@ def opposite(tensor: tf.Tensor) -> tf.Tensor:
 def much_larger(tensor: tf.Tensor) -> tf.Tensor:
     """Other samples: numbers that are much larger."""
     return 30 * tensor if tensor.dtype.is_floating else tensor
+
+
+def apart(tensor: tf.Tensor) -> tf.Tensor:
+    """Other samples: no two of them are alike, and no number of theirs is zero."""
+    if not tensor.dtype.is_floating:
+        return tensor
+    wave = tf.abs(tf.cos(1.1 * tf.cast(tf.range(tf.size(tensor)), tf.float64)))
+    wave = tf.reshape(tf.cast(wave, tensor.dtype), tf.shape(tensor))
+    return 1.25 * tensor + 0.1 * (tf.reduce_max(tf.abs(tensor)) + 0.1) * wave
 
 
 def alike(tensor: tf.Tensor) -> tf.Tensor:

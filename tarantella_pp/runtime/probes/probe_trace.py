@@ -94,7 +94,7 @@ class ProbeTrace:
         self._lookups: dict[int, list[tf.Tensor]] = {}  # the indices of each, of sparse gradients
         self._moments: list[tuple[Any, tf.Tensor]] = []  # of batch normalizations
         self._in_short: list[tf.Tensor] = []  # a product of each gradient, and its length
-        self._probes: dict[float, PartsProbe] = {}
+        self._probes: dict[bool, PartsProbe] = {}  # of weights as they are, and moved
         self.added_by: tuple[str, ...] = ()  # the layer that adds each added loss
         self.cut_off: list[Call] = []  # whose gradient would be lost between stages
         self.drawn_by: list[Call] = []  # with random numbers of Python or NumPy, while traced
@@ -110,14 +110,16 @@ class ProbeTrace:
         self.most_samples = most_samples(self.function)  # of a trial with gradients
         self._tried = min(rows, self.most_samples)
 
-    def _probe(self, disturbed: float = 0.0) -> PartsProbe:
-        if disturbed not in self._probes:
+    def _probe(self, moved: float = 0.0) -> PartsProbe:
+        moves = moved > 0
+        if moves not in self._probes:
             outputs, added, given, _, places = self._parts
             fetches = [*outputs, *added, *given, *self._in_short, *places]
-            self._probes[disturbed] = PartsProbe(
-                self.function, self._feeds, fetches, rows=self._tried, disturbed=disturbed
+            self._probes[moves] = PartsProbe(
+                self.function, self._feeds, fetches, rows=self._tried, moves=moves
             )
-        return self._probes[disturbed]
+        self._probes[moves].move(moved)
+        return self._probes[moves]
 
     def compare(
         self,
@@ -125,7 +127,7 @@ class ProbeTrace:
         factors: Array | float = 0.0,
         sums: Array | float = 0.0,
         sizes: Sequence[int] = (1, 2),
-        disturbed: float = 0.0,
+        moved: float = 0.0,
     ) -> StageKinds:
         """Runs the stage on samples and on parts of them, with other weights if asked to.
 
@@ -137,7 +139,7 @@ class ProbeTrace:
             shares = np.full(len(self.added_by), some.rows / samples.rows)
             return self._placed(some, rows.start, factors * np.maximum(sums, shares))
 
-        return self._kinds(self._probe(disturbed).compare(samples, sizes, given))
+        return self._kinds(self._probe(moved).compare(samples, sizes, given))
 
     def _placed(self, samples: Samples, place: int, factors: Array) -> list[tf.Tensor]:
         """What the traced function is given: where the samples are among all, and factors."""
@@ -229,7 +231,7 @@ class ProbeTrace:
     def outputs(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The stage's outputs for some inputs, as it hands them on."""
         outputs, boundary = self._parts[0], self.module.boundary
-        known = self._probes.get(0.0) if self.rows <= self.most_samples else None
+        known = self._probes.get(False) if self.rows <= self.most_samples else None
         probe = known or PartsProbe(self.function, self._feeds, outputs, rows=self.rows)
         given = self._placed(Samples(self.rows, inputs), 0, np.zeros(len(self.added_by)))
         pairs = zip(outputs, probe.run(given).values, strict=False)
@@ -262,15 +264,18 @@ class ProbeTrace:
     def _results(self) -> list[tf.Tensor]:
         return [tensor for _, tensors in self._made for tensor in tensors]
 
-    def writing(self, variables: Sequence[tf.Variable]) -> PartsProbe:
-        """A probe of what the forward pass writes to some variables."""
+    def writing(self, variables: Sequence[tf.Variable], moved: float = 0.0) -> PartsProbe:
+        """A probe of what the forward pass writes to some variables, with weights moved so far."""
         inner = self._handles(variables)
         effects = [
             op
             for op in self.function.graph.get_operations()
             if has_effect(op) and any(tensor.ref() in inner for tensor in op.inputs)
         ]
-        return PartsProbe(self.function, self._feeds[2:], [], (effects, variables))
+        written = effects, variables
+        probe = PartsProbe(self.function, self._feeds[2:], [], written, moves=moved > 0)
+        probe.move(moved)
+        return probe
 
     def reads(self, variable: tf.Variable) -> bool:
         """Whether what the stage computes follows from the value of a variable."""

@@ -27,7 +27,15 @@ from tarantella_pp.internals.training import made_by_keras
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.probes.constants import Constant, constants_of
 from tarantella_pp.runtime.probes.metric_probe import metric_means
-from tarantella_pp.runtime.probes.parts import MEAN, SUM, Samples, alike, much_larger, opposite
+from tarantella_pp.runtime.probes.parts import (
+    MEAN,
+    SUM,
+    Samples,
+    alike,
+    apart,
+    much_larger,
+    opposite,
+)
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, samples_first
 from tarantella_pp.runtime.stage.graph_functions import frontier, specs_of
 from tarantella_pp.runtime.stage.side_effects import place_of, refuse_effects
@@ -37,7 +45,7 @@ from tarantella_pp.runtime.stage.stage_module import StageModule
 # Parts of these must have other samples each: two of [a b] would have the same mean as the whole.
 _WANTED, _ENOUGH = 6, 4
 # What losses are tried with besides: samples are changed and weights moved, until something shows.
-_CHANGES = ((opposite, 0.0), (much_larger, 1.0), (much_larger, 1e3))
+_CHANGES = ((opposite, 0.0), (apart, 1.0), (much_larger, 1.0), (much_larger, 1e3))
 
 Array = np.ndarray[Any, Any]
 
@@ -253,7 +261,7 @@ class StageProbe:
             ]
         while size < _ENOUGH:
             found = [
-                tf.concat([x, x if size > 1 else _another(x)], 0) if one else x
+                tf.concat([x, x if size > 1 else apart(x)], 0) if one else x
                 for x, one in zip(found, batched, strict=True)
             ]
             size *= 2
@@ -263,11 +271,11 @@ class StageProbe:
 def _added_kinds(trace: ProbeTrace, samples: Samples) -> Array:
     """Which losses that layers add are sums (1) and which are means (0)."""
     kinds = [each & {SUM, MEAN} for each in trace.compare(samples).added]
-    for change, disturbed in _CHANGES:
-        if disturbed and all(len(each) < 2 for each in kinds):
+    for change, moved in _CHANGES:
+        if moved and all(len(each) < 2 for each in kinds):
             break  # other weights need copies of all
         with contextlib.suppress(tf.errors.OpError):  # made-up content that a layer does not take
-            again = trace.compare(samples.changed(change), disturbed=disturbed).added
+            again = trace.compare(samples.changed(change), moved=moved).added
             kinds = [one & two for one, two in zip(kinds, again, strict=True)]
     names, count = trace.added_by, len(kinds)
     for place, (name, each) in enumerate(zip(names, kinds, strict=True)):
@@ -303,15 +311,6 @@ def _unequal(tensor: tf.Tensor) -> tf.Tensor:
     factors = np.append(np.full(rows // 3, 30.0), np.geomspace(0.3, 0.01, rows - rows // 3))
     factors = factors.reshape(-1, *[1] * (len(tensor.shape) - 1))
     return tensor * tf.cast(factors, tensor.dtype) if tensor.dtype.is_floating else tensor
-
-
-def _another(tensor: tf.Tensor) -> tf.Tensor:
-    """Content that the only sample does not have."""
-    if not tensor.dtype.is_floating:
-        return tensor
-    wave = tf.abs(tf.cos(1.1 * tf.cast(tf.range(tf.size(tensor)), tf.float64)))
-    wave = tf.reshape(tf.cast(wave, tensor.dtype), tf.shape(tensor))
-    return 1.25 * tensor + 0.1 * (tf.reduce_max(tf.abs(tensor)) + 0.1) * wave
 
 
 def _mixed(trace: ProbeTrace, call: Call | None, strange: Sequence[str]) -> UnsupportedModelError:

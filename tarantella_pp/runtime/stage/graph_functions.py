@@ -153,6 +153,11 @@ class SubgraphExtractor:
         places = function.inputs[len(function.inputs) - len(captured) :]
         self._captures = {_name(p): value for p, value in zip(places, captured, strict=True)}
 
+    @property
+    def calls_functions(self) -> bool:
+        """Whether there are loops, branches or other functions in the graph."""
+        return bool(self._definition.library.function)
+
     @functools.cached_property
     def _written(self) -> bytes:
         """The graph as what is not compiled yet keeps it: a tenth of its size as objects."""

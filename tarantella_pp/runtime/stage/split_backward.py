@@ -30,7 +30,6 @@ class SplitBackward:
     ) -> None:
         self._module = module
         self._flops_per_byte = flops_per_byte  # of each call
-        # Nothing holds on to the trace: Python's graph has 7 KB an operation.
         trace, rebuilt = self._trace(specs)
         cut = split_graph(trace)
         self._kept = self._whole = BackwardParts(cut, trace, module, rebuilt)
@@ -43,7 +42,11 @@ class SplitBackward:
         # Where all up to here is frozen nothing was kept, and there is nothing to compute.
         self._has_gradients = bool(trace.input_gradients or trace.weight_gradients)
         self._forward = CompiledFunction(self._run_forward, [_KEY, *specs])
-        without_graph(trace.function)
+        # Python's graph has 7 KB an operation. The functions of loops end with it, but parts that
+        # are yet to be compiled call them.
+        self._loops = trace.function if trace.extractor.calls_functions else None
+        if self._loops is None:
+            without_graph(trace.function)
 
     @functools.cached_property
     def _repeat(self) -> CompiledFunction:

@@ -128,6 +128,7 @@ class Watched(layers.Layer):
 
 MEAN = keras.metrics.Mean
 SEEN = {
+    "late": (lambda: MEAN("seen"), lambda x: ops.mean(ops.relu(ops.abs(x) - 30.0))),
     "mean of samples": (lambda: MEAN("seen"), lambda x: ops.mean(ops.square(x), axis=-1)),
     "mean of means": (lambda: MEAN("seen"), lambda x: ops.mean(ops.square(x))),
     "mean of sums": (lambda: MEAN("seen"), lambda x: ops.sum(ops.square(x))),
@@ -200,6 +201,20 @@ def test_a_layer_that_computes_with_its_metric_is_refused_by_name():
     model.compile(sgd(), "mse")
     with pytest.raises(UnsupportedModelError, match=r"'eye' computes with .* metric 'seen'"):
         model.train_on_batch(X, ONE_HOT)
+
+
+def test_a_metric_in_a_layer_that_shows_nothing_at_first_is_a_mean():
+    def build():
+        x = inputs = keras.Input((6,))
+        x = Watched(*SEEN["late"], name="eye")(layers.Dense(6)(x))
+        return keras.Model(inputs, layers.Dense(3, activation="softmax")(x))
+
+    one, found = case([], build), []
+    for model in make(one), make(one, num_stages=2, num_micro_batches=3):
+        each = [model.train_on_batch(s * X, ONE_HOT, return_dict=True) for s in (1.0, 1e3)]
+        found.append([*map(_plain, each)])
+    assert distance(found[0][1], found[1][1]) < ROUNDING
+    assert found[0][1]["seen"] > found[0][0]["seen"] == 0
 
 
 @pytest.mark.slow

@@ -3,12 +3,13 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.probes.loss_probe import value_kinds
-from tarantella_pp.runtime.probes.parts import ROWS
+from tarantella_pp.runtime.probes.parts import MEAN, ROWS, SUM
 from tarantella_pp.runtime.weights.optimizer_probe import check_division, treats_weights_apart
 from tests.helpers.training import distance, sgd
 
@@ -141,6 +142,41 @@ def test_losses_are_tried_with_all_their_options_and_with_a_known_number_of_samp
     assert ROWS in (along or ())
     assert not across  # it looks at several samples
     assert value_kinds(Counting(), (None, 3)) == frozenset()
+
+
+class Given(keras.losses.Loss):
+    def __init__(self, function):
+        super().__init__()
+        self.call = function
+
+
+@tf.custom_gradient
+def with_unit_gradient(x):
+    return tf.identity(x), lambda upstream: upstream / tf.norm(upstream)
+
+
+def of_class_7(y, p):
+    return tf.where(y == 7.0, p, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "loss"),
+    [
+        ({MEAN}, lambda y, p: ops.mean(ops.square(y - p)) + ops.mean(of_class_7(y, p))),
+        ({MEAN}, lambda y, p: ops.sum(ops.square(y - p)) / ops.cast(ops.shape(p)[0], "float64")),
+        ({SUM}, lambda y, p: ops.sum(ops.square(y - p)[:, 1:], axis=(0, 1))),
+        ({ROWS}, lambda y, p: keras.losses.sparse_categorical_crossentropy(y[..., 0], p)),
+        # which may be either, or nothing
+        ({MEAN, SUM}, lambda y, p: ops.sum(of_class_7(y, p))),
+        ({MEAN, SUM}, lambda y, p: ops.mean(ops.square(y - p)) + ops.sum(of_class_7(y, p))),
+        (set(), lambda y, p: ops.square(y - with_unit_gradient(p))),
+        (set(), lambda y, p: p + of_class_7(y, ops.flip(p, axis=0))),
+        (set(), lambda y, p: p + of_class_7(y, p[:1])),
+        (set(), lambda y, p: p + of_class_7(y, ops.mean(p[None] - p[:, None], axis=1))),
+    ],
+)
+def test_what_losses_do_with_other_targets_or_to_gradients_only_is_found(kinds, loss):
+    assert value_kinds(Given(loss), (None, 3)) == kinds
 
 
 class Halved(keras.optimizers.Adam):

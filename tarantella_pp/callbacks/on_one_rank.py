@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -115,14 +116,6 @@ class OnOneRank(keras.callbacks.Callback):
             )
 
 
-def _hook(name: str, runs: Callable[..., None]) -> Callable[..., None]:
-    def hook(self: OnOneRank, *args: Any, **kwargs: Any) -> None:
-        runs(self, name, *args, **kwargs)
-
-    hook.__name__, hook.__doc__ = name, "Runs the hook of the callback."
-    return hook
-
-
 for _parts, _runs in ((_TOGETHER, OnOneRank._together), (_ALONE, OnOneRank._alone)):
     for _name in (f"on_{part}_{when}" for part in _parts for when in ("begin", "end")):
-        setattr(OnOneRank, _name, _hook(_name, _runs))
+        setattr(OnOneRank, _name, functools.partialmethod(_runs, _name))

@@ -91,10 +91,14 @@ class Timeline(keras.callbacks.Callback):
         """Begins to record."""
         self._recorder = executor.Recorder(self._wanted)
         self._steps = ()
-        if self._path is not None and self._engine().communicator.prints:
-            with contextlib.suppress(OSError):  # which the next line says
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-            _check_place(self._path)  # what cannot be written is refused before training
+        if (path := self._path) is not None and self._engine().communicator.prints:
+            with contextlib.suppress(OSError):  # which the next lines say
+                path.parent.mkdir(parents=True, exist_ok=True)
+            # What cannot be written is refused before training; an older trace stays till its end.
+            if path.is_file():
+                replace_file(path, lambda draft: shutil.copy2(path, draft))
+            else:
+                write_trace(path, ())
         self._engine().record(self._recorder)
 
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
@@ -179,14 +183,6 @@ def write_trace(path: Path, steps: Sequence[executor.RecordedStep]) -> None:
     """Writes recorded steps to a file, all of it or nothing."""
     document = {"displayTimeUnit": "ms", "traceEvents": trace_events(steps)}
     replace_file(path, lambda draft: draft.write_bytes(msgspec.json.encode(document)))
-
-
-def _check_place(path: Path) -> None:
-    """Writes an empty trace where there is none, and an older one once more."""
-    if path.is_file():
-        replace_file(path, lambda draft: shutil.copy2(path, draft))
-    else:
-        write_trace(path, ())
 
 
 def trace_events(steps: Sequence[executor.RecordedStep]) -> list[TraceEvent]:

@@ -214,11 +214,9 @@ def variables_without_values(made: list[Any]) -> Iterator[dict[int, Any]]:
             made += global_state.get_global_attribute(name, [])
 
 
-@contextlib.contextmanager
-def outside_stateless_scopes() -> Iterator[None]:
+def outside_stateless_scopes() -> contextlib.AbstractContextManager[None]:
     """Lets variables be made and read as if no stateless scope were open."""
-    with _global_attribute("stateless_scope", None):
-        yield
+    return _global_attribute("stateless_scope", None)
 
 
 @contextlib.contextmanager

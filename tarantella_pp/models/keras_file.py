@@ -47,7 +47,7 @@ class KerasFile:
                 self.config: dict[str, Any] = json.loads(self._zip.read(model_files.CONFIG))
             except (OSError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile) as error:
                 raise self._error(error) from error
-            self._opened = stack.pop_all()
+            self.close = stack.pop_all().close
 
     @property
     def contents(self) -> str:
@@ -80,10 +80,6 @@ class KerasFile:
         with tempfile.TemporaryDirectory() as folder:
             self._zip.extractall(folder, found)
             yield Path(folder) / model_files.ASSETS if found else None
-
-    def close(self) -> None:
-        """Closes it."""
-        self._opened.close()
 
     def _check(self) -> None:
         """Reads all of it once, and refuses damaged or dangerous members."""

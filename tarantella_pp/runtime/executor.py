@@ -288,7 +288,7 @@ class RecordedStep:
     @cached_property
     def origin(self) -> float:
         """When the first computation began."""
-        return min(span.start for spans in self.spans for span in spans if _computes(span))
+        return min(span.start for spans in self.spans for span in spans if span.kind)
 
     @cached_property
     def timeline(self) -> StepTimeline:
@@ -305,9 +305,7 @@ class RecordedStep:
             )
             for rank, spans in enumerate(self.spans)
         )
-        serial = sum(
-            span.end - span.start for spans in self.spans for span in spans if _computes(span)
-        )
+        serial = sum(span.end - span.start for spans in self.spans for span in spans if span.kind)
         return StepTimeline.of_events(self.schedule, events, serial, (0.0,) * len(events))
 
 
@@ -332,10 +330,6 @@ def gather_steps(
         )
         for record, *ranks in steps
     )
-
-
-def _computes(span: Span) -> bool:
-    return isinstance(span.what, Compute)
 
 
 def alike(steps: Sequence[RecordedStep]) -> list[RecordedStep]:

@@ -182,15 +182,8 @@ def on_all_ranks(communicator: Communicator, what: str, work: Callable[[], Any])
         raise failure
     for rank, reason in enumerate(reasons):
         if reason is not None:
-            raise _error_of(communicator, rank, what, reason)
-
-
-def _error_of(
-    communicator: Communicator, rank: int, what: str, described: Sequence[str]
-) -> Exception:
-    """The error of another rank, of its own class if that is one of this library."""
-    name, text = described
-    kind = getattr(errors, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, errors.TarantellaError)):
-        kind, text = ConfigurationError, f"{name}: {text}"  # else its own class says it
-    return kind(f"Rank {communicator.world_ranks[rank]} could not {what}: {text}")
+            name, text = reason
+            kind = getattr(errors, name, None)
+            if not (isinstance(kind, type) and issubclass(kind, errors.TarantellaError)):
+                kind, text = ConfigurationError, f"{name}: {text}"  # else its own class says it
+            raise kind(f"Rank {communicator.world_ranks[rank]} could not {what}: {text}")

@@ -71,9 +71,15 @@ class SendRequest:
 
     def wait(self) -> None:
         """Waits until MPI has read all of it."""
-        if not self.done():
-            self.channel.wait_sent(self)
-        self.channel.all_sent()
+        channel, check = self.channel, self.channel.process.agreement.check_arrival
+        channel.waiter.until(
+            self.done,
+            lambda: f"the arrival of {self}",
+            (self.world_rank,),
+            rings=False,
+            check=lambda: check(channel.waiter, self.world_rank, self.done),
+        )
+        channel.all_sent()
 
     def __str__(self) -> str:
         return f"{self.label or 'a message'} to rank {self.world_rank} (tag {self.tag})"
@@ -237,17 +243,6 @@ class Channel:
         if self._outgoing:
             self._outgoing = [sending for sending in self._outgoing if not sending.done()]
         return not self._outgoing
-
-    def wait_sent(self, sending: SendRequest) -> None:
-        """Waits until a message has been sent."""
-        check, peer = self.process.agreement.check_arrival, sending.world_rank
-        self.waiter.until(
-            sending.done,
-            lambda: f"the arrival of {sending}",
-            (peer,),
-            rings=False,
-            check=lambda: check(self.waiter, peer, sending.done),
-        )
 
     def flush(self) -> None:
         """Waits until everything has been sent."""

@@ -313,8 +313,10 @@ class Checkpoint(keras.callbacks.Callback):
         model, engine, plan = self._model, self._model._engine, self._model._engine.plan
         position, order = self._position()
         own = {**self._share.owned(), **{f"data/{name}": array for name, array in order.items()}}
-        if self._ranks.rank == 0:
-            own |= self._best_weights()
+        for name, callback in self._callbacks.items() if self._ranks.rank == 0 else ():
+            if isinstance(callback, keras.callbacks.EarlyStopping):  # which every rank has
+                best = enumerate(callback.best_weights or ())
+                own |= {f"best/{name}/{i}": np.asarray(weight) for i, weight in best}
         states = {name: _json_state(name, each) for name, each in self._callbacks.items()}
         state = {
             "step": self._step, "epoch": self._epoch, "epoch_step": self._epoch_step,
@@ -341,15 +343,6 @@ class Checkpoint(keras.callbacks.Callback):
             self._epoch_step, adapter.num_batches, self._steps_per_epoch
         )
         return DataPosition(**place, epochs=epochs), arrays
-
-    def _best_weights(self) -> dict[str, Any]:
-        """What an `EarlyStopping` would restore in the end, which every rank has."""
-        return {
-            f"best/{name}/{i}": np.asarray(weight)
-            for name, callback in self._callbacks.items()
-            if isinstance(callback, keras.callbacks.EarlyStopping)
-            for i, weight in enumerate(callback.best_weights or ())
-        }
 
     def must_stop(self) -> bool:
         """Whether this rank has reason to stop all: SIGTERM, or it could not write."""

@@ -116,21 +116,16 @@ def damages(folder: Path, is_mine: Callable[[int], bool] = lambda number: True) 
     except FileError as error:
         yield str(error)
         return
-    for number, file in enumerate(files):
-        if is_mine(number) and (problem := _problem(folder / file.name, file)):
-            yield problem
-
-
-def _problem(path: Path, file: SavedFile) -> str:
-    try:
-        size = path.stat().st_size
-        if size != file.size:
-            return f"'{path}' has {size} bytes, {file.size} were written"
-        if sha256_of(path) != file.sha256:
-            return f"'{path}' has other contents than were written (its checksum differs)"
-    except OSError as error:
-        return f"'{path}' cannot be read: {error.strerror or error}"
-    return ""
+    for file in (file for number, file in enumerate(files) if is_mine(number)):
+        path = folder / file.name
+        try:
+            size = path.stat().st_size
+            if size != file.size:
+                yield f"'{path}' has {size} bytes, {file.size} were written"
+            elif sha256_of(path) != file.sha256:
+                yield f"'{path}' has other contents than were written (its checksum differs)"
+        except OSError as error:
+            yield f"'{path}' cannot be read: {error.strerror or error}"
 
 
 MANIFEST = "manifest.json"

@@ -178,10 +178,16 @@ class CheckpointWriter:
         while not {part.name for part in parts}.issubset(os.listdir(draft)):
             if self._cancelled.wait(_POLL_SECONDS):
                 return
-        files, tensors = _gathered([json.loads(part.read_bytes()) for part in parts])
+        files: list[SavedFile] = []
+        tensors: dict[str, SavedTensor] = {}
+        written = (json.loads(part.read_bytes()) for part in parts)
+        for file, size, sha256, rank, stages, found in filter(None, written):
+            for key, label, dtype, shape in found:
+                tensors[key] = SavedTensor(label, dtype, tuple(shape), len(files))
+            files.append(SavedFile(file, size, sha256, rank, tuple(stages)))
         for part in (*parts, self._hurry):
             part.unlink(missing_ok=True)
-        manifest = Manifest(format=FORMAT, files=files, tensors=tensors, **state)
+        manifest = Manifest(format=FORMAT, files=tuple(files), tensors=tensors, **state)
         checkpoint_folder.publish(draft, manifest.encode())
         name = checkpoint_folder.name_of_step(manifest.step)
         self._known.add(name)
@@ -226,13 +232,3 @@ def _value(given: Any, *, copy: bool = True) -> np.ndarray[Any, Any]:
     if isinstance(given, np.ndarray):
         return given.copy() if copy else given
     return buffer_of(given)  # TensorFlow copies it when the next step changes the variable
-
-
-def _gathered(parts: Sequence[list[Any]]) -> tuple[tuple[SavedFile, ...], dict[str, SavedTensor]]:
-    files: list[SavedFile] = []
-    tensors: dict[str, SavedTensor] = {}
-    for name, size, sha256, rank, stages, found in filter(None, parts):
-        for key, label, dtype, shape in found:
-            tensors[key] = SavedTensor(label, dtype, tuple(shape), len(files))
-        files.append(SavedFile(name, size, sha256, rank, tuple(stages)))
-    return tuple(files), tensors

@@ -34,7 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--n-per-node", "--devices-per-node", type=positive_int, metavar="K",
         help="most ranks of a host; without -n, as many on each")  # fmt: skip
     add_reach(parser)
-    _add_shares(parser)
+    add("--threads", type=positive_int, metavar="K",
+        help="threads per rank (default: cores of its host / ranks on it)")  # fmt: skip
+    add("--bind", choices=("auto", "none"),
+        help="give each rank cores of its own where the ranks' threads fill the node (default), "
+        "or none")  # fmt: skip
+    gpus = parser.add_mutually_exclusive_group()
+    gpus.add_argument("--share-gpus", action="store_true",
+        help="let ranks of a host share its GPUs; by default each has one of its own")  # fmt: skip
+    gpus.add_argument("--no-gpu", "--no-gpus", action="store_true", help="train on CPUs only")
     add("-x", "--setenv", dest="exports", action="append", default=[], metavar="NAME[=VALUE]",
         help="set an environment variable on all ranks; may be repeated")  # fmt: skip
     add("--log-level", default="WARNING", choices=("DEBUG", "INFO", "WARNING", "ERROR"),
@@ -71,19 +79,6 @@ def add_reach(parser: argparse.ArgumentParser) -> None:
         help="further options for the MPI's own launcher")  # fmt: skip
     add("--python-interpreter", metavar="CMD", type=shell_words,
         help="what runs the script on each rank (default: this Python)")  # fmt: skip
-
-
-def _add_shares(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--threads", type=positive_int, metavar="K",
-        help="threads per rank (default: cores of its host / ranks on it)")  # fmt: skip
-    add("--bind", choices=("auto", "none"),
-        help="give each rank cores of its own where the ranks' threads fill the node (default), "
-        "or none")  # fmt: skip
-    gpus = parser.add_mutually_exclusive_group()
-    gpus.add_argument("--share-gpus", action="store_true",
-        help="let ranks of a host share its GPUs; by default each has one of its own")  # fmt: skip
-    gpus.add_argument("--no-gpu", "--no-gpus", action="store_true", help="train on CPUs only")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -147,8 +147,7 @@ def make_plan(
 def best_plan(model: Any, options: PlanOptions) -> Plan:
     """Makes the plan that `make_plan` describes; layers are opened only where that helps."""
     extracted = _read(model, with_values=options.balance == "time" and options.profile is None)
-    levels = _levels(extracted, options)
-    if isinstance(extracted, NamedGraph) or not levels:
+    if isinstance(extracted, NamedGraph) or not (levels := _levels(extracted, options)):
         return _plan_of(extracted, options)
     found: Plan | None = None
     refused: list[ConfigurationError | PlanError] = []
@@ -188,12 +187,12 @@ def _readings(
 EVEN, PARTS = 1.1, (2, 8)
 
 
-def _levels(extracted: ExtractedModel | NamedGraph, options: PlanOptions) -> list[int]:
+def _levels(extracted: ExtractedModel, options: PlanOptions) -> list[int]:
     """How far to open layers, in turn, if at all; see `ExtractedModel.at_level`."""
     fixed = options.profile is not None or is_given(options.balance)
     stages = options.num_stages or options.num_ranks
-    # Nothing to open, to balance, or only to be refused
-    if isinstance(extracted, NamedGraph) or fixed or not isinstance(stages, int) or stages < 2:
+    # Nothing to balance, or only to be refused
+    if fixed or not isinstance(stages, int) or stages < 2:
         return []
     wanted = [math.ceil(math.log2(parts * stages)) for parts in PARTS]
     return [level for level in wanted if level in extracted.levels]

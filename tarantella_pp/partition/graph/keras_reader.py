@@ -302,7 +302,11 @@ class _Reader:
             knows_no_training=self._looked.knows_no_training,
         )
         by_rule = is_known_by_rule(node.operation, given)
-        inside = self._look(node, given)
+        self._visits[id(node)] += 1
+        visit = id(node), self._visits[id(node)]
+        if visit not in self._looked.insides:  # it is looked into once for all readings
+            self._looked.insides[visit] = LayerInside(node, given, self._looked)
+        inside = self._looked.insides[visit]
         if (parts := self._parts_wanted(node, path)) > 1:
             return self._read_cut(node, parts, bindings, path)
         opened = None if self._limits is None else inside.opened(self._limits, path)
@@ -352,14 +356,6 @@ class _Reader:
         env = {id(network.inputs[0]): bindings[id(node.input_tensors[0])]}
         self._read(network, env, f"{path}/")
         return (env[id(network.outputs[0])],)
-
-    def _look(self, node: Any, given: dict[int, SeenTensor]) -> LayerInside:
-        """Looks into a layer, once for all readings."""
-        self._visits[id(node)] += 1
-        key = id(node), self._visits[id(node)]
-        if key not in self._looked.insides:
-            self._looked.insides[key] = LayerInside(node, given, self._looked)
-        return self._looked.insides[key]
 
     def _add_whole(
         self, node: Any, call: Call, seen: list[SeenTensor], inside: LayerInside, path: str

@@ -301,42 +301,37 @@ def ranks_at_first() -> int:
 
 def _join(launch: Launch) -> Communicator:
     timeout = waiting.Limits.from_environment().timeout
-    with guard.starting_mpi(timeout):
-        mpi = _import_mpi(launch)
-    size = mpi.COMM_WORLD.Get_size()
-    if size == 1:
-        if launch.size is None:
-            return Communicator()
-        raise LaunchError(
-            f"{launch}, but MPI sees each of them as a job of its own: the launcher belongs to "
-            "another MPI than the library that mpi4py uses "
-            f"({mpi.Get_library_version().splitlines()[0]}). Start the job with "
-            "`tarantella -n <ranks> -- <script>`, or with the mpiexec of that MPI; under Slurm "
-            "with `srun --mpi=pmix` (Open MPI) or `srun --mpi=pmi2` (MPICH, Intel MPI). If this is "
-            f"one process, {launch.variable} is left over from another job: unset it."
-        )
-    with guard.starting_mpi(timeout):  # a script may have started MPI itself
-        ranks = _ranks_of(mpi)
-    _connect(ranks)
-    # Functions registered later are called earlier: the guard must first put on record that this
-    # rank's script has ended, for a rank that waits for it would otherwise never learn it.
-    atexit.register(_leave, ranks, os.getpid())
-    guard.install(ranks.rank, ranks.size, ranks.abort)
-    if launch.variable != SIZE_VARIABLE:  # else the launcher has done so before the script began
-        take_gpu(os.environ, mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED).Get_rank())
-    return ranks
-
-
-def _import_mpi(launch: Launch) -> Any:
     try:
-        from mpi4py import MPI
+        with guard.starting_mpi(timeout):
+            from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:
         raise LaunchError(
             f"{launch}, but MPI cannot be used here: {error}. Install mpi4py and an MPI library, "
             "for example with `pip install mpi4py mpich`, or load the cluster's module. If this is "
             f"one process, {launch.variable} is left over from another job: unset it."
         ) from error
-    return MPI
+    size = MPI.COMM_WORLD.Get_size()
+    if size == 1:
+        if launch.size is None:
+            return Communicator()
+        raise LaunchError(
+            f"{launch}, but MPI sees each of them as a job of its own: the launcher belongs to "
+            "another MPI than the library that mpi4py uses "
+            f"({MPI.Get_library_version().splitlines()[0]}). Start the job with "
+            "`tarantella -n <ranks> -- <script>`, or with the mpiexec of that MPI; under Slurm "
+            "with `srun --mpi=pmix` (Open MPI) or `srun --mpi=pmi2` (MPICH, Intel MPI). If this is "
+            f"one process, {launch.variable} is left over from another job: unset it."
+        )
+    with guard.starting_mpi(timeout):  # a script may have started MPI itself
+        ranks = _ranks_of(MPI)
+    _connect(ranks)
+    # Functions registered later are called earlier: the guard must first put on record that this
+    # rank's script has ended, for a rank that waits for it would otherwise never learn it.
+    atexit.register(_leave, ranks, os.getpid())
+    guard.install(ranks.rank, ranks.size, ranks.abort)
+    if launch.variable != SIZE_VARIABLE:  # else the launcher has done so before the script began
+        take_gpu(os.environ, MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).Get_rank())
+    return ranks
 
 
 def _ranks_of(mpi: Any) -> Communicator:

@@ -311,7 +311,14 @@ class Checkpoint(keras.callbacks.Callback):
             self._tell(f"writes no checkpoint: the loss is {loss} after step {self._step}")
             return
         model, engine, plan = self._model, self._model._engine, self._model._engine.plan
-        position, order = self._position()
+        epochs, adapter = self._epoch - self._initial_epoch, self._adapter
+        # How far the data have been read, and what arrays it takes to come back there
+        position, order = DataPosition("", 0, 0, epochs, in_pass=False), dict[str, Any]()
+        if adapter.cursor is not None:
+            place, order = adapter.cursor.position(
+                self._epoch_step, adapter.num_batches, self._steps_per_epoch
+            )
+            position = DataPosition(**place, epochs=epochs)
         own = {**self._share.owned(), **{f"data/{name}": array for name, array in order.items()}}
         for name, callback in self._callbacks.items() if self._ranks.rank == 0 else ():
             if isinstance(callback, keras.callbacks.EarlyStopping):  # which every rank has
@@ -333,16 +340,6 @@ class Checkpoint(keras.callbacks.Callback):
         }  # fmt: skip
         self._writer.write(own, state)
         self._written = now
-
-    def _position(self) -> tuple[DataPosition, dict[str, Any]]:
-        """How far the data have been read, and what arrays it takes to come back there."""
-        epochs, adapter = self._epoch - self._initial_epoch, self._adapter
-        if adapter.cursor is None:
-            return DataPosition("", 0, 0, epochs, in_pass=False), {}
-        place, arrays = adapter.cursor.position(
-            self._epoch_step, adapter.num_batches, self._steps_per_epoch
-        )
-        return DataPosition(**place, epochs=epochs), arrays
 
     def must_stop(self) -> bool:
         """Whether this rank has reason to stop all: SIGTERM, or it could not write."""

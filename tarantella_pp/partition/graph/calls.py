@@ -42,8 +42,9 @@ class Call:
     arguments: Any  # the symbolic arguments it was called with (`Node.arguments` of Keras)
     # From `id` of each symbolic tensor in `arguments` to the id of a graph's tensor
     bindings: dict[int, int]
-    outputs: tuple[int, ...]  # ids of the tensors it makes, in the order of the flattened result
-    variables: tuple[Any, ...]  # the Keras variables it uses, seeds of random layers included
+    # Ids of the tensors it makes, in the order of the flattened result
+    outputs: tuple[int, ...] = ()
+    variables: tuple[Any, ...] = ()  # the Keras variables it uses, seeds of random layers included
     # Ids of the inputs that it must see without the mask they were made with: an earlier call has
     # deleted it, in place
     unmasked: frozenset[int] = frozenset()

@@ -292,8 +292,6 @@ class _Reader:
             operation=node.operation,
             arguments=node.arguments,
             bindings=bindings,
-            outputs=(),
-            variables=(),
             unmasked=frozenset(
                 t
                 for t in bindings.values()

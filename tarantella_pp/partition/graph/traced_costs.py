@@ -146,18 +146,14 @@ class Priced:
 
     def _kept(self, op: Any) -> list[Any]:
         how = _KEPT.get(op.type)
-        if how == "in":
-            return [op.inputs[0]]
-        if how == "out":
-            return [op.outputs[0]]
-        if how == "both":
-            return [op.inputs[0], op.outputs[0]]
         if how == "condition":
             return [op.inputs[0 if op.type.startswith("Select") else 1]]
         if how == "factors":
             flowing = [self.flows(tensor) for tensor in op.inputs]
             return [t for t, flows in zip(op.inputs, flowing, strict=True) if sum(flowing) > flows]
-        return []
+        given = op.inputs[:1] if how in ("in", "both") else ()
+        made = op.outputs[:1] if how in ("out", "both") else ()
+        return [*given, *made]
 
 
 def frontier(wanted: Iterable[Any], is_given: Callable[[Any], bool]) -> tuple[list[Any], set[Any]]:

@@ -275,8 +275,8 @@ def _state(trace: StepTrace, probe: StepProbe) -> list[str]:
         if kind is None:
             raise UnsupportedModelError(
                 f"{trace.what} writes '{variable.name}' with what mixes samples: it is {_NEITHER}. "
-                "Take tf.reduce_mean of the samples, keep it in a keras.metrics.Mean, or leave it "
-                "out."
+                "Take tf.reduce_mean of the samples (in `compute_loss`, too: Keras keeps 'loss'), "
+                "keep it in a keras.metrics.Mean, or leave it out."
             )
         found.append(kind)
     return found

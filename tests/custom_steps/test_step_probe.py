@@ -264,6 +264,15 @@ def of_many(model, x, y, predicted):
     return tf.reduce_sum(tf.square(predicted - y)) / tf.cast(tf.shape(y)[0] - 3, y.dtype)
 
 
+def summed():
+    def compute_loss(self, x=None, y=None, y_pred=None, *_, **__):
+        return tf.reduce_sum(tf.square(y - y_pred))
+
+    inputs = keras.Input((6,))
+    own = type("Summed", (keras.Model,), {"compute_loss": compute_loss})
+    return own(inputs, keras.layers.Dense(3)(inputs))
+
+
 SGD = keras.optimizers.SGD
 MIXED = "gradients that train_step applies .* mix samples"
 
@@ -285,6 +294,7 @@ MIXED = "gradients that train_step applies .* mix samples"
             SGD, "returns as 'odd' mixes samples",
         ),
         (variant(logs=before_the_end), SGD, "returns as 'before' mixes samples"),
+        (summed, SGD, r"writes 'loss/total.*reduce_mean of the samples \(in `compute_loss`"),
         (LargestSeen, SGD, "writes '.*largest.*' with what mixes samples.*reduce_mean"),
         (lambda: LargestSeen(1e6), SGD, "writes '.*largest.*' with what mixes samples"),
         (variant(logs=in_a_function), SGD, "writes '.*total.*' with what mixes samples"),

@@ -147,7 +147,7 @@ class OptimizerState:
         raise ConfigurationError(
             f"The slots of optimizer {self._optimizer.name} are shared out, so it cannot be "
             "written or read by itself. Use `save` and `load_weights` of the model, or "
-            "`tnt.callbacks.Checkpoint`."
+            "`tnt.callbacks.Checkpoint`; for `save_to_preset` load the file in one process."
         )
 
     def _agreed(self, weights: Sequence[Any]) -> list[state.Place]:

@@ -169,7 +169,7 @@ class StepTrace:
 
     def digest(self) -> str:
         """What must be the same on all ranks: also numbers that were drawn while it was traced."""
-        return digest(value for _, value in constants_of(self.function))
+        return digest(number for _, number in constants_of(self.function))
 
     @functools.cached_property
     def _effects(self) -> list[Any]:

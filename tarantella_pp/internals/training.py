@@ -241,8 +241,8 @@ def gradients_asked() -> Iterator[list[tuple[str, list[Any], list[Any]]]]:
     asked, helper = [], gradients_util._GradientsHelper
 
     def noted(ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = tf.compat.v1.get_default_graph().get_name_scope()
-        asked.append((scope, keras.tree.flatten(ys), keras.tree.flatten(xs)))
+        tensors = [[t for t in keras.tree.flatten(x) if isinstance(t, tf.Tensor)] for x in (ys, xs)]
+        asked.append((tf.compat.v1.get_default_graph().get_name_scope(), *tensors))
         return helper(ys, xs, *args, **kwargs)
 
     with mock.patch.object(gradients_util, "_GradientsHelper", noted):

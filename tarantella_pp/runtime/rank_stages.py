@@ -87,7 +87,8 @@ class RankStages(dict[int, Stage]):
     def forget_kept(self) -> None:
         """Lets no graph take in what layers may have kept of calls of the user's since."""
         for attributes, name, tensor in self._kept:
-            attributes[name] = tensor
+            if isinstance(attributes.get(name), tf.Tensor):
+                attributes[name] = tensor
 
     def is_due(self, training: bool, batch: Batch) -> bool:
         """Whether steps of a kind are yet to be tried out."""
@@ -106,10 +107,7 @@ class RankStages(dict[int, Stage]):
 
         with self._forward_state.measuring(step.training) as self._measures:
             on_all_ranks(self._groups.peers, "run its stages", run)
-        probes = self.probes.values()
-        refuse_unlike(self._groups, [found for probe in probes for found in probe.constants])
-        for probe in probes:
-            probe.constants.clear()
+        refuse_unlike(self._groups, [x for probe in self.probes.values() for x in probe.constants])
         self._tried.add((step.training, len(step.batch.share.sizes) > 1))
 
     def _try(self, boundary: stage_boundary.StageBoundary, step: BatchStep) -> None:

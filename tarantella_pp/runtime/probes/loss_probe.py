@@ -294,10 +294,7 @@ def refuse_weights_reached(
 def _refuse(
     what: str, weights: Sequence[Any], function: Callable[..., Any], given: Any, advice: str
 ) -> Iterator[Constant]:
-    """Refuses a function that reads one of some weights, which stand-ins without values show.
-
-    Returns its constants.
-    """
+    """Refuses a function that reads some weights, which stand-ins show; returns its constants."""
     found: list[Any] = []
 
     def trace() -> None:

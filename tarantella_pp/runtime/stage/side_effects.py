@@ -67,11 +67,11 @@ def refuse_kept(function: Any, place: Callable[[str], str]) -> None:
     """Refuses a graph that reads a tensor of another one, which a layer has kept of its call."""
     for outer, inner in function.graph.captures:
         if tf.is_symbolic_tensor(outer):
+            reader = next(iter(inner.consumers()), inner.op)
             raise UnsupportedModelError(
-                f"{place(inner.consumers()[0].name)} reads '{outer.name}', a tensor that a layer "
-                "has kept of its call: it is there in the stage of that layer only, and not in "
-                "losses and metrics. Let the layer return it, and pass it on as an input, or make "
-                "it an output of the model."
+                f"{place(reader.name)} reads '{outer.name}', a tensor that a layer has kept of its "
+                "call: it is there in the stage of that layer only, and not in losses and metrics. "
+                "Let the layer return it, and pass it on, or make it an output of the model."
             )
 
 

@@ -8,7 +8,6 @@ import pytest
 from keras import layers
 
 import tarantella_pp as tnt
-from tarantella_pp.cli import inputs
 from tarantella_pp.models.deferred_init import only_shapes
 from tests.helpers.commands import Command
 from tests.zoo import models
@@ -80,16 +79,6 @@ def test_plans_inside_a_stateless_scope():
     with keras.StatelessScope(initialize_variables=False):
         plan = tnt.make_plan(models.mlp(), 2, optimizer="sgd")
     assert plan.optimizer == "SGD"
-
-
-def test_a_saved_model_is_planned_from_its_configuration(tmp_path):
-    model = models.batch_norm_cnn()
-    model.compile("rmsprop", "mse")
-    path = str(tmp_path / "model.keras")
-    model.save(path)
-    light = inputs.build_without_weights(path)
-    given = {"num_stages": 2, "num_micro_batches": 4}
-    assert tnt.make_plan(light, **given).stages == tnt.make_plan(model, **given).stages
 
 
 def test_time_is_measured_with_weights():

@@ -309,11 +309,12 @@ def needed(plan):
     return sum(stage.memory_bytes for stage in plan.stages)  # one process has all of them
 
 
-def test_a_plan_that_does_not_fit_gives_way_to_one_that_does(monkeypatch):
+def test_a_plan_that_does_not_fit_gives_way_to_one_that_does_unless_a_limit_is_given(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         free = planned(monkeypatch, 1 << 60)
         fitting = planned(monkeypatch, int(1.33 * needed(free)))  # not all of it is for tensors
+        assert planned(monkeypatch, 1024, memory_limit="100GB").memory_limit == 10**11
     assert needed(fitting) < needed(free)
     assert fitting.recompute
     assert fitting.memory_limit is None
@@ -324,12 +325,6 @@ def test_where_no_plan_fits_a_warning_has_both_numbers_and_what_would(monkeypatc
     with pytest.warns(UserWarning, match=told):
         plan = planned(monkeypatch, 1024)
     assert plan.assignment == planned(monkeypatch, 1 << 60).assignment
-
-
-def test_a_limit_that_is_given_is_kept(monkeypatch):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert planned(monkeypatch, 1024, memory_limit="100GB").memory_limit == 10**11
 
 
 def test_options_that_do_not_fit_the_ranks_that_are_left_are_open(monkeypatch):

@@ -15,7 +15,7 @@ from tarantella_pp import files
 from tarantella_pp.errors import ConfigurationError, FileError
 from tests.helpers.files import contents, full_disk
 from tests.helpers.training import X, Y
-from tests.zoo.models import masked_recurrent, nested, residual_cnn, sequential, two_in_two_out
+from tests.zoo.models import sequential, two_in_two_out
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
 
@@ -110,28 +110,6 @@ def test_an_architecture_is_that_of_the_plain_model(build):
         assert [w.shape for w in other.weights] == [w.shape for w in plain.weights]
     assert made[1].get_config() == plain.get_config()
     assert (model.name, model.layers[-1].name) == (plain.name, plain.layers[-1].name)
-
-
-@pytest.mark.parametrize(
-    "build", [sequential, residual_cnn, nested, masked_recurrent, two_in_two_out]
-)
-def test_weights_are_in_the_order_of_keras(tmp_path, build):
-    plain, other = build(), build()
-    model = tnt.PipelineModel(other, num_stages=2)
-    values = [np.random.default_rng(i).normal(size=w.shape) for i, w in enumerate(plain.weights)]
-    plain.set_weights(values)
-    model.set_weights(values)
-    assert same(model.get_weights(), values)
-    assert same(other.get_weights(), values)
-    assert model.count_params() == plain.count_params()
-    model.save_weights(tmp_path / "a.weights.h5")
-    plain.save_weights(tmp_path / "b.weights.h5")
-    fresh = build()
-    fresh.load_weights(tmp_path / "a.weights.h5")
-    assert same(fresh.get_weights(), values)
-    model.set_weights([np.zeros_like(v) for v in values])
-    model.load_weights(tmp_path / "b.weights.h5")
-    assert same(model.get_weights(), values)
 
 
 def test_plain_keras_reads_the_optimizer_where_it_is_in_the_file(tmp_path, trained):

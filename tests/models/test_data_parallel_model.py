@@ -45,7 +45,7 @@ class Residual(keras.Model):
         hidden = self.first(inputs["a"])
         hidden = hidden + self.second(hidden)
         self.add_loss(0.01 * keras.ops.mean(keras.ops.square(hidden)))
-        return {"p": self.last(hidden), "q": keras.ops.sum(hidden, axis=-1, keepdims=True)}
+        return {"q": keras.ops.sum(hidden, axis=-1, keepdims=True), "p": self.last(hidden)}
 
 
 TARGETS = {"p": Y, "q": Y[:, :1]}

@@ -13,7 +13,7 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.schedule import TRAINING_NAMES, ScheduleSpec
 from tests.helpers import training
 from tests.helpers.training import ROUNDING, WEIGHTS, Case, X, Y, distance, make, regression, sgd
-from tests.zoo.models import dicts, mlp
+from tests.zoo.models import mlp
 
 pytestmark = pytest.mark.keras
 
@@ -285,27 +285,10 @@ def sure(model):
     return [[*found.pop("history").values()], [*found.pop("evaluation").values()], found]
 
 
-DICTIONARIES = {
-    "x": {"a": training.floats(4), "b": training.floats(5)},
-    "y": {"y": training.floats(2), "x": training.floats(6)},
-}
-
-
-def in_dictionaries(model):
-    data = DICTIONARIES
-    fit = {"batch_size": 22, "verbose": 0}
-    told = model.fit(**data, epochs=2, shuffle=False, **fit).history
-    return told, model.evaluate(**data, **fit), model.predict(data["x"], **fit)
-
-
 def case(build=mlp, **more):
     return Case(build, X, Y, regression(**more))
 
 
-BY_NAME = Case(
-    dicts, **DICTIONARIES,
-    compiled=regression(lambda: {"x": "mse", "y": "mae"}, metrics={"y": ["mse"]}),
-)  # fmt: skip
 ANEW = case(metrics=["mae"])
 USES = [
     (steps_by_hand, MLP, {}),
@@ -320,7 +303,6 @@ SLOW = [
     (functions_forced, ANEW, {}),
     (nothing_trained, case(frozen), {}),
     (frozen_and_thawed, case(normalized), {"num_micro_batches": 1}),
-    (in_dictionaries, BY_NAME, {}),
     (sure, SURE, {}),
     (sequences, Case(any_length, None, None, regression()), {}),
 ]

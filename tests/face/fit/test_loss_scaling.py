@@ -67,11 +67,6 @@ def check(name, outcome, counted):
     assert told[0] == (2 if name == "accumulating" else 4), name  # of six, two are skipped
 
 
-def test_in_one_process():
-    model = make(case_of("momentum"), num_stages=2, num_micro_batches=2)
-    check("momentum", fitted(model, case_of("momentum")), books(model))
-
-
 SHARDED = {"num_stages": 2, "shard_optimizer": True}
 TRIALS = {
     "momentum": {"num_stages": 4},  # of which the last trains nothing

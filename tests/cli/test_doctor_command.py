@@ -95,12 +95,9 @@ def test_what_the_launcher_says_is_the_reason(command, monkeypatch, tmp_path, sc
 
 
 VERSIONS: dict[str, str | None] = {
-    "python": "3.11.7",
-    "tarantella_pp": "0.2.0",
-    "tensorflow": "2.21.0",
-    "keras": "3.15.1",
+    "python": "3.11.7", "tarantella_pp": "0.2.0", "tensorflow": "2.21.0", "keras": "3.15.1",
     "MPI": "MPICH 5.0.2",
-}
+}  # fmt: skip
 ALPHA = HostFacts("a", versions=VERSIONS, cores=4)
 BETA = replace(ALPHA, host="b")
 

@@ -16,11 +16,7 @@ to go up, and W fills the time till then. Narayanan et al., SC 2021, section 2.2
 def bubble_fraction(
     name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1
 ) -> float:
-    """The part of all ranks' time in which they do not compute.
-
-    Fused schedules have it whatever the seconds of F, B and W; `zb-h1` and `zb-v` if all three take
-    equally long.
-    """
+    """The part of time in which ranks wait; of `zb-h1` and `zb-v` where F, B and W last equally."""
     p, m, v = num_ranks, num_micro_batches, stages_per_rank
     work, idle = {
         **dict.fromkeys(("gpipe", "1f1b", "eager-1f1b", "forward"), (m, p - 1)),

@@ -33,25 +33,17 @@ def graph_of(names, reads):
     )
     nodes = tuple(
         Node(
-            id=i,
-            name=name,
-            kind=KINDS[i % 5],
-            inputs=tuple(sorted(j + 1 for j in reads[i])),  # tensor 0 is the input
-            outputs=(i + 1,),
-            weights=(i,),
-            parameters=weights[i].bytes,
-            flops=1e6 * (1 + i % 4),
+            i, name, KINDS[i % 5], inputs=tuple(sorted(j + 1 for j in reads[i])),  # 0 is the input
+            outputs=(i + 1,), weights=(i,), parameters=weights[i].bytes, flops=1e6 * (1 + i % 4),
             keeps=(i + 1,),
         )
         for i, name in enumerate(names)
-    )
+    )  # fmt: skip
     readers = {j: tuple(i for i in range(layers) if j in reads[i]) for j in range(-1, layers)}
     tensors = [Tensor(0, "image", (None, 64), "float32", None, readers[-1], 256)]
     for i, name in enumerate(names):
         tensors.append(Tensor(i + 1, name, (None, 64), "float32", i, readers[i], 4096, True))
-    return LayerGraph(
-        nodes=nodes, tensors=tuple(tensors), inputs=(0,), outputs=(layers,), weights=weights
-    )
+    return LayerGraph(nodes, tuple(tensors), (0,), (layers,), weights)
 
 
 @st.composite

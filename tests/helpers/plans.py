@@ -32,21 +32,12 @@ def chain_graph(length=4, width=8):
 
 def costs_of(graph, rows, held=(1,), *, micro_batches=1, replicas=1, slots=None, **changes):
     """The costs of a graph for micro-batches of some rows, with two optimizer slots."""
-    config = PlanConfig(
-        **{
-            "num_stages": 1,
-            "num_micro_batches": micro_batches,
-            "num_replicas": replicas,
-            "batch_size": rows * micro_batches * replicas,
-            "schedule": "1f1b",
-            "balance": "memory",
-            "memory_limit": None,
-            **changes,
-        }
-    )
+    config = {"num_stages": 1, "schedule": "1f1b", "balance": "memory", "memory_limit": None}
+    config |= {"num_micro_batches": micro_batches, "num_replicas": replicas}
+    config |= {"batch_size": rows * micro_batches * replicas, **changes}
     if slots is None:
         slots = [2 * weight.bytes * weight.trainable for weight in graph.weights]
-    return StageCostModel(graph, slots, config, in_flight=held)
+    return StageCostModel(graph, slots, PlanConfig(**config), in_flight=held)
 
 
 def plan_of(graph, assignment, held=None, **changes):
@@ -55,15 +46,8 @@ def plan_of(graph, assignment, held=None, **changes):
     held = held or [num_stages - stage for stage in range(num_stages)]
     costs = costs_of(graph, 8, held)
     plan = Plan(
-        model="chain",
-        num_stages=num_stages,
-        num_micro_batches=4,
-        num_replicas=1,
-        batch_size=32,
-        schedule="1f1b",
-        balance="memory",
-        optimizer="Adam",
-        memory_limit=None,
+        model="chain", num_stages=num_stages, num_micro_batches=4, num_replicas=1, batch_size=32,
+        schedule="1f1b", balance="memory", optimizer="Adam", memory_limit=None,
         fingerprint=graph.fingerprint(),
         node_names=tuple(node.name for node in graph.nodes),
         assignment=tuple(assignment),
@@ -71,5 +55,5 @@ def plan_of(graph, assignment, held=None, **changes):
         cuts=costs.cuts(assignment),
         certificate=Certificate(3072.0, 3072.0, 0.0, True, "chain DP, 5 ideals", 0.001),
         bubble=0.2,
-    )
+    )  # fmt: skip
     return msgspec.structs.replace(plan, **changes)

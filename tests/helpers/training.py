@@ -115,16 +115,11 @@ CASES = {
     "mlp": Case(models.mlp, X, Y, regression(metrics=["mae"]), WEIGHTED),
     "residual_cnn": Case(models.residual_cnn, floats(6, 6, 2), LABELS, classification(), WEIGHTED),
     "batch_norm": Case(
-        lambda: models.batch_norm_cnn(blocks=1),
-        floats(6, 6, 2),
-        LABELS,
-        classification(),
+        lambda: models.batch_norm_cnn(blocks=1), floats(6, 6, 2), LABELS, classification(),
         batch_statistics=True,
     ),
     "two_in_two_out": Case(
-        models.two_in_two_out,
-        [floats(4), floats(5)],
-        [floats(2), LABELS],
+        models.two_in_two_out, [floats(4), floats(5)], [floats(2), LABELS],
         lambda: {
             "optimizer": adamw(),
             "loss": ["huber", "sparse_categorical_crossentropy"],
@@ -140,10 +135,7 @@ CASES = {
         models.embedding_with_mask, IDS, LABELS, classification(adamw), WEIGHTED
     ),
     "positions": Case(
-        models.positions,
-        IDS,
-        LABELS,
-        classification(lambda: keras.optimizers.AdamW(WarmUp())),
+        models.positions, IDS, LABELS, classification(lambda: keras.optimizers.AdamW(WarmUp())),
         WEIGHTED | {"validation_data": (IDS[:9], LABELS[:9])},
     ),
     "regularized": Case(models.regularized, X, Y, regression(optimizer=adamw), WEIGHTED),
@@ -154,13 +146,11 @@ CASES = {
     "tied_blocks": Case(models.tied_blocks, X, Y, regression(), WEIGHTED),
     "adapted": Case(models.adapted, X, Y, regression(), WEIGHTED),
     "unreached": Case(
-        models.unreached,
-        X,
-        {"used": Y, "unused": floats(2)},
+        models.unreached, X, {"used": Y, "unused": floats(2)},
         regression(loss=lambda: {"used": "mse", "unused": None}, optimizer=adamw),
     ),
     "dropout": Case(models.dropout, X, Y, regression(), WEIGHTED, batch_statistics=True),
-}
+}  # fmt: skip
 
 
 def evenly(case: Case) -> Case:

@@ -25,17 +25,10 @@ def test_tasks_and_cores_are_those_of_the_slurm_allocation(python, tmp_path, mon
 
 
 OWN_STEP = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_NTASKS": "1",
-    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
-    "PMI_RANK": "0",
-    "PMI_SIZE": "1",
-    "PMI_FD": "9",
-    "PMIX_RANK": "0",
-    "PMIX_NAMESPACE": "slurm.pmix.7.0",
-}
+    "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1",
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "PMI_RANK": "0", "PMI_SIZE": "1", "PMI_FD": "9",
+    "PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.7.0",
+}  # fmt: skip
 """What a shell finds that `srun --pty` has started."""
 
 

@@ -144,6 +144,7 @@ def test_repeating_early_makes_no_step_longer(data, p, m):
 
 
 TWO, LINK = Costs.uniform(2), LinkCosts(seconds=0.5, latency=0.25)
+AT_ITS_ENDS = {"send_seconds": 0.125, "receive_seconds": 0.0625}
 APART = {(0, 1): LinkCosts(1.0), (1, 0): LinkCosts(2.0)}
 
 
@@ -151,12 +152,7 @@ APART = {(0, 1): LinkCosts(1.0), (1, 0): LinkCosts(2.0)}
     ("name", "micro_batches", "costs", "seconds"),
     [
         ("gpipe", 1, {"default_link": LINK}, 6 + 2 * 0.75),
-        (
-            "gpipe",
-            1,
-            {"default_link": LINK, "send_seconds": 0.125, "receive_seconds": 0.0625},
-            6 + 2 * (0.75 + 0.1875),
-        ),
+        ("gpipe", 1, {"default_link": LINK, **AT_ITS_ENDS}, 6 + 2 * (0.75 + 0.1875)),
         # Messages of one direction wait for each other.
         ("forward", 4, {"default_link": LinkCosts(seconds=3.0)}, 1 + 4 * 3 + 1),
         ("forward", 4, {"default_link": LinkCosts(latency=3.0)}, 1 + 3 + 4),

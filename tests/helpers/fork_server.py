@@ -32,11 +32,8 @@ import threading
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 SIZE_BYTES, MOST_FILES = 8, 100
 LOADED = (
-    "hypothesis",
-    "pytest",
-    "tarantella_pp.callbacks",
-    "tarantella_pp.models.data_parallel_model",
-    "tests.helpers.training",
+    *("hypothesis", "pytest", "tarantella_pp.callbacks"),
+    *("tarantella_pp.models.data_parallel_model", "tests.helpers.training"),
 )
 """Modules that most ranks import."""
 FIRST_FREE = 1000

@@ -143,13 +143,9 @@ def _run(
 ) -> tuple[int, str, str, bool]:
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=environment,
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment,
             start_new_session=True,
-        )
+        )  # fmt: skip
         timed_out = False
         try:
             process.wait(timeout)

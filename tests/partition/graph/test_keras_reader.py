@@ -94,10 +94,8 @@ def names(model):
 
 
 def test_names_show_paths_and_second_calls():
-    assert [n for n in names(models.shared_layer()) if n.startswith("shared")] == [
-        "shared",
-        "shared:1",
-    ]
+    shared = [n for n in names(models.shared_layer()) if n.startswith("shared")]
+    assert shared == ["shared", "shared:1"]
     inner = [n for n in names(models.nested_twice()) if "inner_dense" in n]
     assert inner == ["inner/inner_dense", "inner/inner_dense:1"]
     assert any(n.startswith("block/deep/") for n in names(models.nested_sequential()))

@@ -50,7 +50,7 @@ _CHANGES = ((smaller, (2, 1)), (opposite, (1, 2)))
 _LEAST_ROWS, _MOST_ROWS = 6, 48
 # And with weights that are moved so far: terms may be zero at first, or count later. Much larger
 # ones only where something has shown nothing.
-_MOVED = ((apart, 1.0), (much_larger, 1.0), (much_larger, 1e3))
+_MOVED = ((apart, 0.1), (much_larger, 1.0), (much_larger, 1e3))
 
 _ADVICE = (
     "Compute a loss that is a mean of one value for each sample (or a sum, without other terms). "

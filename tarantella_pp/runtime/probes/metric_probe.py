@@ -158,7 +158,7 @@ def metric_means(trace: ProbeTrace, samples: Samples, num_replicas: int) -> list
     # What shows nothing while a weight is zero, or samples are alike or small, shows itself later.
     for change in (apart, much_larger):
         with contextlib.suppress(tf.errors.OpError):  # content that a layer does not take
-            trials.append(_written(trace, variables, first.changed(change), moved=1.0))
+            trials.append(_written(trace, variables, first.changed(change), moved=0.1))
     means = []
     for place, (variable, metric, layer) in enumerate(metrics):
         kinds, adds, runs_on = ALL, True, True

@@ -361,13 +361,17 @@ class PartsProbe:
 
 
 def _move(variable: tf.Variable, distance: float) -> None:
-    """Adds other numbers to those of a variable; counters go far, for some losses begin late."""
+    """Adds a share of their size to the numbers of a variable, and as much to zeros.
+
+    Counters go far, for some losses begin late.
+    """
     if variable.dtype.is_floating:
         wave = tf.cos(1.3 * tf.range(tf.cast(tf.size(variable), tf.float64)))
         # A mean in the kernels of many layers would leave nothing of what tells samples apart.
-        added = distance * (
-            0.2 * tf.reshape(wave, variable.shape) + 0.3 * (variable.shape.rank < 2)
-        )
+        mean = 0.3 if variable.shape.rank < 2 else 0.0
+        largest = tf.cast(tf.reduce_max(tf.abs(variable)), tf.float64)
+        size = tf.where(largest > 0, largest, 1.0) * distance
+        added = size * (0.2 * tf.reshape(wave, variable.shape) + mean)
         variable.assign_add(tf.cast(added, variable.dtype))
     elif variable.dtype in (tf.int32, tf.int64):
         variable.assign_add(tf.fill(variable.shape, tf.constant(10**6, variable.dtype)))

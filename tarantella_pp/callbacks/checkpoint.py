@@ -263,8 +263,7 @@ class Checkpoint(keras.callbacks.Callback):
             if best and early_stopping and callback.restore_best_weights:
                 callback.best_weights = [best[str(i)] for i in range(len(best))]
         everywhere = set().union(*self._ranks.allgather_json([*self._callbacks]))
-        gone = [name.partition("#")[0] for name in saved.callbacks if name not in everywhere]
-        if gone:
+        if gone := [name.partition("#")[0] for name in saved.callbacks if name not in everywhere]:
             self._tell(f"no {', no '.join(gone)} is among the callbacks: its state is left out")
         stopped_early = any(map(data.has_stopped, self._callbacks.values()))
         state = "was stopped early" if stopped_early else f"has trained {saved.where()}"

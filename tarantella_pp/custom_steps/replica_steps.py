@@ -150,8 +150,7 @@ class ReplicaSteps:
         on_all_ranks(ranks, f"trace {what}", trace)
         run, tried = traces
         self._make_alike(run, statistics)
-        late = tried.read_late([update.place for update in tried.updates])
-        if late is not None:
+        if (late := tried.read_late([update.place for update in tried.updates])) is not None:
             raise UnsupportedModelError(
                 f"{what} reads '{late.path}' in the forward pass that has just changed it, but "
                 "replicas bring it up to date only where weights are updated. Read it before its "
@@ -199,8 +198,7 @@ class ReplicaSteps:
         norms = [layer for layer in batch_norms(self._model) if layer.trainable]
         if warns:
             warn_of_statistics(norms, f"{self.communicator.size} replicas' samples")
-        names = [layer.name for layer in norms if layer.synchronized]
-        if names:
+        if names := [layer.name for layer in norms if layer.synchronized]:
             raise UnsupportedModelError(
                 f"BatchNormalization layers {', '.join(names)} have synchronized=True, but each of "
                 f"{self.communicator.size} replicas takes its own statistics. Use "

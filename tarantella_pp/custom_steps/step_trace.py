@@ -213,8 +213,7 @@ class StepTrace:
 
     def _check_random(self) -> None:
         """Refuses random numbers that would be the same on all replicas, whatever seeds say."""
-        drawn = [effect.operation for effect in self._effects if effect.argument is None]
-        if drawn:
+        if drawn := [effect.operation for effect in self._effects if effect.argument is None]:
             raise UnsupportedModelError(
                 f"{self.what} draws random numbers of TensorFlow's own generator (operation "
                 f"'{drawn[0]}'), of which replicas may draw the same ones for other samples. Make "

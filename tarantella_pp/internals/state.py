@@ -66,8 +66,7 @@ def slots_of(optimizer: Any) -> list[Slot]:
             elif _is_per_weight(name, value, weights):
                 for weight, variable in zip(weights, value, strict=True):
                     slots.setdefault(id(variable), Slot(prefix + name, (weight,), variable, *where))
-    strange = [v.path for v in optimizer.variables if id(v) not in slots]
-    if strange:
+    if strange := [v.path for v in optimizer.variables if id(v) not in slots]:
         raise UnsupportedModelError(
             f"Optimizer {type(optimizer).__name__} keeps {strange} neither in an attribute nor in "
             "a list with one entry for each weight, so they cannot be divided among ranks. Keep "

@@ -273,7 +273,10 @@ def updates_taken(take: Callable[[Any, Any, Any, str], None]) -> Iterator[None]:
         take(optimizer, gradients, variables, "apply_gradients")
         return optimizer._iterations
 
-    every = {base for kind in [BaseOptimizer, *_below(BaseOptimizer)] for base in kind.__mro__}
+    kinds: list[type] = [BaseOptimizer]
+    for kind in kinds:  # and for those that come behind it
+        kinds += kind.__subclasses__()
+    every = {base for kind in kinds for base in kind.__mro__}
     with contextlib.ExitStack() as stack:
         for kind in every:  # mixins, too
             for method in (apply, apply_gradients):
@@ -292,13 +295,6 @@ def variables_for(optimizer: Any, trainable_variables: Any) -> list[Any]:
         optimizer.build(variables)
         optimizer.built = True
     return variables
-
-
-def _below(base: type) -> Iterator[type]:
-    below: list[type] = base.__subclasses__()
-    for kind in below:
-        yield kind
-        yield from _below(kind)
 
 
 def register_function(definition: Any) -> None:

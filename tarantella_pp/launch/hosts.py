@@ -72,8 +72,7 @@ def with_room(
 ) -> tuple[Host, ...]:
     """Returns the hosts with the number of ranks that each may have."""
     if per_node is not None:
-        wrong = [host for host in hosts if host.slots is not None and host.slots < per_node]
-        if wrong:
+        if wrong := [host for host in hosts if host.slots is not None and host.slots < per_node]:
             raise ConfigurationError(
                 f"--n-per-node asks for more ranks than host {wrong[0].name} has slots, which are "
                 f"{wrong[0].slots}. Received: --n-per-node={per_node}"

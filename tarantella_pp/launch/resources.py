@@ -91,8 +91,7 @@ def take_gpu(environ: MutableMapping[str, str], local_rank: int) -> None:
     """Leaves this process one GPU of its host, whose memory it takes as it needs it."""
     # Before TensorFlow has looked for GPUs variables are enough; afterwards it takes a call.
     has_own = any(name in environ for name in _GIVEN_BY_SLURM)
-    tensorflow = sys.modules.get("tensorflow")
-    if tensorflow is not None:
+    if (tensorflow := sys.modules.get("tensorflow")) is not None:
         _tell_tensorflow(tensorflow, environ, None if has_own else local_rank)
         return
     gpus = visible_gpus(environ)

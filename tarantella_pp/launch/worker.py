@@ -87,8 +87,7 @@ def _start_rank(parent: int) -> int:
         os.dup2(os.open(os.devnull, os.O_RDONLY), _STANDARD_INPUT)
     else:
         _open_input()
-    child = os.fork()
-    if child:
+    if child := os.fork():
         return _keep(rank, child)
     processes.die_with_parent(keeper)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)

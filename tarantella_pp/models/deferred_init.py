@@ -68,8 +68,7 @@ def deferred_init() -> Iterator[None]:
     finally:
         for variable in made:
             remote_variables.make_deferred(variable)
-    lost = [variable.path for variable in made if id(variable) in assigned]
-    if lost:
+    if lost := [variable.path for variable in made if id(variable) in assigned]:
         raise ConfigurationError(
             f"Weights were set under `deferred_init()`, where they have no memory: {lost[:5]}. "
             "Load them from a file that `save_weights` wrote on the disk, or set them after the "

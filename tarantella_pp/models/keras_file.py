@@ -46,7 +46,12 @@ class KerasFile:
                 self._check()
                 self.config: dict[str, Any] = json.loads(self._zip.read(model_files.CONFIG))
             except (OSError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile) as error:
-                raise self._error(error) from error
+                advice = "Each rank reads it: put it where all of them can."
+                if not isinstance(error, OSError):
+                    advice = "It is damaged, or no `.keras` file: copy it again, or save it again."
+                reason = error.args[0] if isinstance(error, KeyError) else error
+                text = f"File {self.name} cannot be loaded: {reason}. {advice}"
+                raise ConfigurationError(text) from error
             self.close = stack.pop_all().close
 
     @property
@@ -69,8 +74,11 @@ class KerasFile:
                     shutil.copyfileobj(packed, whole, _MIB)
                 yield whole
             return
-        part = _Part(self._file, self._start(member), member.file_size)
-        with io.BufferedReader(part) as file:
+        self._file.seek(member.header_offset + 26)  # behind a header that ends with two texts
+        lengths = self._file.read(4)
+        name, extra = (int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
+        start = member.header_offset + 30 + name + extra
+        with io.BufferedReader(_Part(self._file, start, member.file_size)) as file:
             yield file
 
     @contextlib.contextmanager
@@ -89,24 +97,8 @@ class KerasFile:
                 raise ValueError(f"{member.filename} is 100 times larger than its packed size")
         if model_files.WEIGHTS not in self._zip.namelist():
             raise KeyError(f"there is no {model_files.WEIGHTS} in it")
-        damaged = self._zip.testzip()
-        if damaged is not None:
+        if (damaged := self._zip.testzip()) is not None:
             raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
-
-    def _start(self, member: zipfile.ZipInfo) -> int:
-        """Where a member begins, behind a header that ends with two texts."""
-        self._file.seek(member.header_offset + 26)
-        lengths = self._file.read(4)
-        name, extra = (int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
-        return member.header_offset + 30 + name + extra
-
-    def _error(self, error: Exception) -> ConfigurationError:
-        if isinstance(error, OSError):
-            advice = "Each rank reads it: put it where all of them can."
-        else:
-            advice = "It is damaged, or no `.keras` file: copy it again, or save it again."
-        reason = error.args[0] if isinstance(error, KeyError) else error
-        return ConfigurationError(f"File {self.name} cannot be loaded: {reason}. {advice}")
 
 
 class _Part(io.RawIOBase):

@@ -43,8 +43,7 @@ def check_model(model: Any) -> None:
         raise UnsupportedModelError(
             f"Model '{model.name}' is a pipeline already. Wrap the model that it was made of."
         )
-    overridden = own_steps_of(type(model))
-    if overridden:
+    if overridden := own_steps_of(type(model)):
         raise UnsupportedModelError(
             f"Model '{model.name}' overrides {', '.join(overridden)}, which cannot be cut into "
             "stages. Move the code into layers, the loss or metrics, or train replicas of all of "
@@ -69,8 +68,7 @@ def check_subclass(kind: type, base: type) -> None:
 
 def check_strategy(model: Any) -> None:
     """Refuses a model in the scope of one of TensorFlow's distribution strategies."""
-    strategy = strategy_of(model)
-    if strategy is not None:
+    if (strategy := strategy_of(model)) is not None:
         raise ConfigurationError(
             "A pipeline spreads a model over MPI ranks and does not work with tf.distribute. "
             f"Received: model '{model.name}' in the scope of {type(strategy).__name__}. Make and "

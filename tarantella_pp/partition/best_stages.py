@@ -140,8 +140,7 @@ class _Problem:
             if cut is None:
                 break
             bound = cut.bound if bound is None else bound
-            found = [one for one in cut.assignments if self.excess(one) <= 0]
-            if found:
+            if found := [one for one in cut.assignments if self.excess(one) <= 0]:
                 best = found[0] if len(found) == 1 else min(found, key=self.value)
                 return best, replace(cut, bound=bound)
             limits = self._lowered(limits or (), cut.assignments[0])

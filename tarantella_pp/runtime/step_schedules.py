@@ -93,8 +93,7 @@ class MemoryCheck:
 
     def refuse_compilation(self, loss: Any, has_metrics: bool) -> None:
         """Refuses loss and metrics that do not fit the schedule, or the batch size of the plan."""
-        at_once = loss_kinds(loss, self.placed.extracted).reason
-        if at_once is not None:
+        if (at_once := loss_kinds(loss, self.placed.extracted).reason) is not None:
             self._check_schedule(at_once)
         if self.plan.limits is not None:
             self._refuse(self.expected(loss, has_metrics))

@@ -87,8 +87,7 @@ class Replay:
         program = self.programs[rank]
         while self.position[rank] < len(program):
             action = program[self.position[rank]]
-            missing = self._missing(action)
-            if missing is not None:
+            if (missing := self._missing(action)) is not None:
                 self._waiting[missing] = rank
                 return
             self.position[rank] += 1
@@ -141,8 +140,7 @@ class Replay:
 
     def _wake(self, message: Message) -> None:
         """Lets the rank go on that waits for a message, if there is one."""
-        rank = self._waiting.pop(message, None)
-        if rank is not None:
+        if (rank := self._waiting.pop(message, None)) is not None:
             self._runnable.append(rank)
 
 

@@ -74,15 +74,12 @@ Action: TypeAlias = Compute | Transfer | Reduce
 
 def parse_action(text: str) -> Action:
     """Reads an action as `str` writes it."""
-    found = _COMPUTE.fullmatch(text)
-    if found:
+    if found := _COMPUTE.fullmatch(text):
         return Compute(int(found[1]), found[2], int(found[3]))  # type: ignore[arg-type]
-    found = _TRANSFER.fullmatch(text)
-    if found:
+    if found := _TRANSFER.fullmatch(text):
         source, target, operation, direction, micro_batch = found.groups()
         return Transfer(int(source), int(target), operation, direction, int(micro_batch))  # type: ignore[arg-type]
-    found = _REDUCE.fullmatch(text)
-    if found:
+    if found := _REDUCE.fullmatch(text):
         return Reduce(int(found[1]), int(found[2]))
     raise ScheduleError(
         "Expected an action: a computation such as 2F0, 1B3, 1W3 or 1BW3 (stage, kind, "
@@ -341,8 +338,7 @@ def _fields(lines: Mapping[str, Any]) -> dict[str, Any]:
     if idle is not None and "placement" not in lines:
         raise ScheduleError(f"Expected computations of every stage. Stage {idle} has none")
     parts = range(lines.get("micro_batches", 1 + max(micro_batches)))
-    missing = next((part for part in parts if part not in micro_batches), None)
-    if missing is not None:
+    if (missing := next((part for part in parts if part not in micro_batches), None)) is not None:
         raise ScheduleError(f"Expected computations of micro-batch {missing}. Received: none")
     return {
         "name": lines.get("schedule") or "custom",

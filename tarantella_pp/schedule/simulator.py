@@ -234,8 +234,7 @@ def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
     """Plays one step of a lowered schedule with a clock on each rank; sends go on by themselves."""
     # Nothing waits for sums over replicas: `StepTimeline.with_reductions` puts them behind it.
     replay = _TimedReplay(schedule, costs)
-    stuck = replay.run()
-    if stuck:
+    if stuck := replay.run():
         raise ScheduleError(f"Deadlock: ranks {stuck} wait forever; validate() says for what")
     serial = costs.serial_seconds(schedule.num_micro_batches, has_backward=schedule.has_backward)
     events = tuple(map(tuple, replay.events))

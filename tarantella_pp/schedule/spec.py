@@ -52,8 +52,7 @@ class ScheduleSpec:
     @classmethod
     def of(cls, schedule: Any, num_stages: int, num_ranks: int | None = None) -> ScheduleSpec:
         """Reads what a user gave as `schedule`."""
-        custom = read_schedule(schedule)
-        if custom is not None:
+        if (custom := read_schedule(schedule)) is not None:
             return cls.of_custom(custom, num_stages, num_ranks)
         if num_ranks is None:
             folded = schedule in V_SHAPED

@@ -226,8 +226,7 @@ def crossings(
     for tensor, stages in zip(graph.tensors, readers(graph, assignment), strict=True):
         if tensor.producer is not None:
             source = assignment[tensor.producer]
-            targets = tuple(stage for stage in stages if stage != source)
-            if targets:
+            if targets := tuple(stage for stage in stages if stage != source):
                 crossed.append((tensor, source, targets))
     return crossed
 

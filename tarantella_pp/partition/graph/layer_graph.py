@@ -126,15 +126,9 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
                 shared.setdefault(tuple(nodes), []).append(w)
         return {nodes: tuple(weights) for nodes, weights in shared.items()}
 
-    def keeping(self, flops_per_byte: Sequence[float]) -> LayerGraph:
-        """The same graph where each node keeps the least, and operations run again.
-
-        The nodes give the price of doing so; see `least_kept`.
-        """
-        return self._keeping(tuple(flops_per_byte))
-
     @cached_property
-    def _keeping(self) -> Callable[[tuple[float, ...]], LayerGraph]:
+    def keeping(self) -> Callable[[tuple[float, ...]], LayerGraph]:
+        """Gives the graph where each node keeps the least, at its price; see `least_kept`."""
         return cache(self._with_least)
 
     def _with_least(self, prices: Sequence[float]) -> LayerGraph:

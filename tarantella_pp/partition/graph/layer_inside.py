@@ -348,8 +348,7 @@ def name_of(calls: dict[Path, LayerCall], path: Path) -> str:
 
 def _why_whole(calls: list[LayerCall]) -> str:
     """Why a call cannot be parted, if so, given all of its traces."""
-    reason = next((call.whole for call in calls if call.whole), "")
-    if reason:
+    if reason := next((call.whole for call in calls if call.whole), ""):
         return reason
     for inner in calls[0].inner:
         for value in tree.flatten(inner.result):

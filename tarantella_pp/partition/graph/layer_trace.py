@@ -167,8 +167,7 @@ class LayerTrace:
 
     def _given(self, tensor: Any) -> Any:
         value = tf.compat.v1.placeholder(tensor.dtype, tensor.shape)
-        mask = functional.get_mask(tensor)
-        if mask is not None:
+        if (mask := functional.get_mask(tensor)) is not None:
             functional.set_mask(value, tf.compat.v1.placeholder("bool", mask.shape))
             self.values[functional.get_mask(value).ref()] = Value(None, len(self.arguments))
         self.values[value.ref()] = Value(None, len(self.arguments))

@@ -213,8 +213,7 @@ def operations_of(
 
 
 def _flops(op: Any) -> float:
-    body = body_of(op) or step_of(op)
-    if body is not None:
+    if (body := body_of(op) or step_of(op)) is not None:
         return _steps_of(op) * sum(map(_flops, body.get_operations()))
     made = op.outputs[0] if op.outputs else None
     numbers = [made, *op.inputs] if made is not None and made.dtype.is_bool else [made]

@@ -24,7 +24,7 @@ from tarantella_pp.partition.graph.units import (
     percent,
 )
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_parts import CutEdge, StagePlan
+from tarantella_pp.partition.plan.plan_parts import CutEdge
 from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tarantella_pp.partition.plan.report import step_lines
 from tarantella_pp.schedule import Compute
@@ -101,24 +101,23 @@ def _shown(value: Any) -> Any:
     return value
 
 
-def _memory_parts(stage: StagePlan) -> dict[str, int]:
-    return {
-        "weights": stage.parameter_bytes + stage.constant_bytes,
-        "gradients": stage.gradient_bytes,
-        "optimizer": stage.optimizer_bytes,
-        "activations": stage.in_flight * stage.activation_bytes,
-        "recomputed": stage.recomputed_bytes,
-        "working": stage.working_bytes,
-        "buffers": stage.buffer_bytes + stage.reduction_bytes,
-    }
-
-
 def _memory(plan: Plan) -> dict[str, Any]:
     """The parts of each stage's memory, their sums, and the bytes at the end of the longest bar."""
     most = max(stage.memory_bytes for stage in plan.stages)
     # A limit far above the stages would flatten them.
     ends = [most, *(limit for limit in plan.limits or () if limit <= 4 * most)]
-    parts = [_memory_parts(stage) for stage in plan.stages]
+    parts = [
+        {
+            "weights": stage.parameter_bytes + stage.constant_bytes,
+            "gradients": stage.gradient_bytes,
+            "optimizer": stage.optimizer_bytes,
+            "activations": stage.in_flight * stage.activation_bytes,
+            "recomputed": stage.recomputed_bytes,
+            "working": stage.working_bytes,
+            "buffers": stage.buffer_bytes + stage.reduction_bytes,
+        }
+        for stage in plan.stages
+    ]
     sums = {name: sum(sizes[name] for sizes in parts) for name in parts[0]}
     pairs = zip(plan.stages, plan.limits or (), strict=plan.limits is not None)
     fullest = max((stage.memory_bytes / limit for stage, limit in pairs), default=0.0)

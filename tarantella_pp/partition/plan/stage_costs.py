@@ -64,12 +64,12 @@ class StageCostModel:
     def keeping(self) -> LayerGraph:
         """The graph, with what its nodes keep of stages that do not recompute."""
         worth, count = self.config.flops_per_byte, len(self.graph.nodes)
-        return self.graph.keeping([worth] * count) if worth else self.graph
+        return self.graph.keeping((worth,) * count) if worth else self.graph
 
     @cached_property
     def repeating(self) -> LayerGraph:
         """The graph, with what its nodes keep of stages that do."""
-        worth = self.config.recompute_worth or [math.inf] * len(self.graph.nodes)
+        worth = self.config.recompute_worth or (math.inf,) * len(self.graph.nodes)
         return self.graph.keeping(worth)
 
     @cached_property

@@ -175,8 +175,7 @@ class Agreement:
         said = self._said(mine)
         for late in [number for number in self._heard if number <= self.number]:
             del self._heard[late]
-        reason = disagreement(said)
-        if reason:
+        if reason := disagreement(said):
             broken = (one.broken for one in said.values() if one.broken)
             self._broken = self._broken or next(broken, "")  # which is why this rank cannot, either
             raise ConfigurationError(reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
@@ -46,27 +46,20 @@ class SendRequest:
 
     channel: Channel
     label: str
-    dest: int
     tag: int
     world_rank: int
-    _memory: list[Bytes] = field(default_factory=list)
-    _requests: list[Any] = field(default_factory=list)
-
-    def add(self, piece: Bytes) -> None:
-        """Starts to send a piece."""
-        channel = self.channel
-        self._memory.append(piece)
-        self._requests.append(channel.comm.Isend((piece, channel.byte), self.dest, self.tag))
+    memory: list[Bytes]  # in pieces
+    requests: list[Any]  # one for each
 
     def done(self) -> bool:
         """Whether the memory may change again."""
         # MPI finishes messages to one rank in order, nearly always: if the last piece has gone, all
         # have.
-        while self._requests:
-            if not self._requests[-1].Test():
+        while self.requests:
+            if not self.requests[-1].Test():
                 return False
-            self._requests.pop()
-        self._memory.clear()
+            self.requests.pop()
+        self.memory.clear()
         return True
 
     def wait(self) -> None:
@@ -202,13 +195,11 @@ class Channel:
 
     def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> SendRequest:
         """Starts to send tensors to another rank; do not change them before they have arrived."""
-        tensors = [as_array(array) for array in arrays]
+        memory = [piece for array in arrays for piece in pieces(as_bytes(as_array(array)))]
         world_rank = self.world_ranks[dest]
-        sending = SendRequest(self, label, dest, tag, world_rank)
         self.process.agreement.sent[world_rank][self.group, tag] += 1
-        for tensor in tensors:
-            for piece in pieces(as_bytes(tensor)):
-                sending.add(piece)
+        requests = [self.comm.Isend((piece, self.byte), dest, tag) for piece in memory]
+        sending = SendRequest(self, label, tag, world_rank, memory, requests)
         self.process.wakeup.ring(world_rank)
         # The receiver is on its way; what follows is not waited for.
         self.all_sent()  # or a rank that never waits keeps all that it has sent

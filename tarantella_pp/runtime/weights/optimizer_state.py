@@ -159,8 +159,7 @@ class OptimizerState:
 
         def work() -> None:
             known = {id(weight) for weight in held}
-            unknown = [weight.path for weight in self._own if held and id(weight) not in known]
-            if unknown:
+            if unknown := [weight.path for weight in self._own if held and id(weight) not in known]:
                 raise ConfigurationError(
                     f"Optimizer {name} was built for other weights, not for {unknown}. Pass a new "
                     "optimizer."

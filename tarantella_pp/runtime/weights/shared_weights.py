@@ -214,16 +214,12 @@ class ValueStream:
                 self._ranks.send_json(None, self._ranks.others, _REQUEST_TAG, label="done")
 
         if self._ranks.rank != self._reader:
-            self._serve()
+            label = "a request for a value"
+            while request := self._ranks.receive_json(self._reader, _REQUEST_TAG, label=label):
+                kind, number = request
+                value = tensor_buffers.buffer_of(self._kinds[kind](number))
+                self._ranks.send([value], self._reader, _VALUE_TAG, label=f"value {number}")
         on_one_rank(self._ranks, self._reader, what, work_and_tell)
-
-    def _serve(self) -> None:
-        """Hands the one rank values until it has read all that it needs."""
-        label = "a request for a value"
-        while request := self._ranks.receive_json(self._reader, _REQUEST_TAG, label=label):
-            kind, number = request
-            value = tensor_buffers.buffer_of(self._kinds[kind](number))
-            self._ranks.send([value], self._reader, _VALUE_TAG, label=f"value {number}")
 
 
 def tensor_of(dataset: Any) -> tf.Tensor | None:

@@ -98,15 +98,23 @@ def summands(
 
     Squares are added up in the order of the model's weights, whatever rank has which.
     """
-    infinite = tf.zeros((), tf.float64)
+    inner, infinite = wrapped_in(optimizer), tf.zeros((), tf.float64)
     squares = [infinite] * len(weights)
     if scales_dynamically(optimizer):
         infinite = 1.0 - tf.cast(optimizer.check_finite(gradients), tf.float64)
-    if clips:
-        for place, gradient in _clipped(optimizer, gradients, weights):
-            if not wrapped_in(optimizer).global_clipnorm:
-                gradient = _values(gradient)
-            squares[place] = tf.cast(keras.ops.sum(keras.ops.square(gradient)), tf.float64)
+    # Clipping by a norm looks at gradients unscaled, or at their means over several steps.
+    for place, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
+        if not clips or gradient is None or weight.overwrite_with_gradient:
+            continue
+        if scales_dynamically(optimizer):
+            gradient = keras.ops.divide(gradient, optimizer.dynamic_scale)
+        if inner.loss_scale_factor is not None:
+            gradient = gradient / inner.loss_scale_factor
+        if inner.gradient_accumulation_steps:
+            earlier = inner._accumulated_gradients[inner._get_variable_index(weight)]
+            gradient = (gradient + earlier) / inner.gradient_accumulation_steps
+        seen = gradient if inner.global_clipnorm else _values(gradient)
+        squares[place] = tf.cast(keras.ops.sum(keras.ops.square(seen)), tf.float64)
     return tf.stack([infinite, *squares])
 
 
@@ -152,21 +160,3 @@ def scaled(gradient: Any, factor: Any) -> Any:
     if not isinstance(gradient, tf.IndexedSlices):
         return values
     return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-
-
-def _clipped(
-    optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]
-) -> Iterator[tuple[int, Any]]:
-    """What clipping by a norm looks at: gradients unscaled, or their means over several steps."""
-    inner = wrapped_in(optimizer)
-    for place, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
-        if gradient is None or weight.overwrite_with_gradient:
-            continue
-        if scales_dynamically(optimizer):
-            gradient = keras.ops.divide(gradient, optimizer.dynamic_scale)
-        if inner.loss_scale_factor is not None:
-            gradient = gradient / inner.loss_scale_factor
-        if inner.gradient_accumulation_steps:
-            earlier = inner._accumulated_gradients[inner._get_variable_index(weight)]
-            gradient = (gradient + earlier) / inner.gradient_accumulation_steps
-        yield place, gradient

@@ -191,19 +191,15 @@ def roofline_seconds(
     """Returns the seconds of each operation: forward, gradients of inputs, gradients of weights."""
     found = []
     for one in work:
-        forward = _seconds(one, samples, machine)
+        first, moved = 0.0, samples * one.activation_bytes
+        if machine.weight_bandwidth is not None:
+            first = one.weight_bytes / machine.weight_bandwidth
+        else:
+            moved += one.weight_bytes
+        traffic = 0.0 if machine.memory_bandwidth is None else moved / machine.memory_bandwidth
+        forward = first + max(samples * one.flops / machine.flops_per_second, traffic)
+        if not (one.activation_bytes or one.flops):  # a view of another tensor
+            forward = 0.0
         back, weights = one.gradients
         found.append((forward, back * forward, weights * forward))
     return found
-
-
-def _seconds(work: NodeWork, samples: float, machine: HardwareSpec) -> float:
-    first, moved = 0.0, samples * work.activation_bytes
-    if not (work.activation_bytes or work.flops):  # a view of another tensor
-        return 0.0
-    if machine.weight_bandwidth is not None:
-        first = work.weight_bytes / machine.weight_bandwidth
-    else:
-        moved += work.weight_bytes
-    traffic = 0.0 if machine.memory_bandwidth is None else moved / machine.memory_bandwidth
-    return first + max(samples * work.flops / machine.flops_per_second, traffic)

@@ -126,8 +126,7 @@ class Timeline(keras.callbacks.Callback):
         Raises:
             ConfigurationError: If nothing was recorded.
         """
-        same = executor.alike(self._steps)
-        if not same:
+        if not (same := executor.alike(self._steps)):
             raise ConfigurationError(
                 "No steps were recorded: a Timeline has a summary once `fit` has ended, if it had "
                 f"the steps that were asked for. Received: steps={self._wanted!r}"

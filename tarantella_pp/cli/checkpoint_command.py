@@ -46,8 +46,7 @@ def _found_in(directory: str) -> list[Path]:
     siblings = checkpoints_in(path.parent)  # a damaged one has no manifest to be known by
     if (path / MANIFEST).is_file() or path in siblings:
         return [path]
-    found = checkpoints_in(path)
-    if not found:
+    if not (found := checkpoints_in(path)):
         what = "has no checkpoints" if path.is_dir() else "is no directory"
         raise ConfigurationError(f"{directory!r} {what}.")
     return found

@@ -235,8 +235,7 @@ def _plan_of(extracted: ExtractedModel | NamedGraph, options: PlanOptions) -> Pl
     elif custom is not None:
         per_rank = custom.num_stages // custom.num_ranks
     operations = len(extracted.graph.nodes)
-    shapes = _shapes(options, per_rank, operations)
-    if not shapes:
+    if not (shapes := _shapes(options, per_rank, operations)):
         raise ConfigurationError(
             f"Ranks are stages x replicas / stages_per_rank, of at most {operations} stages, each "
             f"with an operation, and {options.batch_size} replicas, each with a sample. Received: "

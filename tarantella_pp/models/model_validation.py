@@ -104,8 +104,7 @@ def needs_whole_batch(extracted: ExtractedModel) -> str:
                 f"Output '{tensor.name}' of shape {tensor.shape} does not have one row for each "
                 "sample, so outputs of micro-batches do not add up to that of the batch"
             )
-    names = [layer.name for layer in _batch_norms(extracted) if layer.synchronized]
-    if names:
+    if names := [layer.name for layer in _batch_norms(extracted) if layer.synchronized]:
         return (
             f"BatchNormalization layers {', '.join(names)} have synchronized=True, but each "
             "micro-batch would get its own statistics"

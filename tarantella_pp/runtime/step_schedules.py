@@ -93,29 +93,23 @@ class MemoryCheck:
 
     def refuse_compilation(self, loss: Any, has_metrics: bool) -> None:
         """Refuses loss and metrics that do not fit the schedule, or the batch size of the plan."""
-        if (at_once := loss_kinds(loss, self.placed.extracted).reason) is not None:
-            self._check_schedule(at_once)
+        reason, count = loss_kinds(loss, self.placed.extracted).reason, self.plan.num_micro_batches
+        if reason is not None and count > 1 and not self.schedules.sees_batch_at_once:
+            if not self.schedules.free:
+                raise _asks_too_early(self.plan.schedule, reason)
+            graph = self.placed.extracted.graph
+            outputs = sum(graph.tensors[tensor].bytes_per_sample for tensor in graph.outputs)
+            if self.placed.groups.world.prints:
+                warnings.warn(
+                    f"{reason[0].upper()}{reason[1:]}, so it is computed of the whole batch at "
+                    "once, with schedule='gpipe': each stage keeps what its backward pass needs of "
+                    f"all num_micro_batches={count} micro-batches, and the last one all outputs, "
+                    f"{format_bytes(outputs)} for each sample; `model.plan` counts both.",
+                    UserWarning,
+                    stacklevel=4,
+                )
         if self.plan.limits is not None:
             self._refuse(self.expected(loss, has_metrics))
-
-    def _check_schedule(self, reason: str) -> None:
-        """Refuses, or warns of, a whole batch's loss that is asked for before its outputs."""
-        count = self.plan.num_micro_batches
-        if count == 1 or self.schedules.sees_batch_at_once:
-            return
-        if not self.schedules.free:
-            raise _asks_too_early(self.plan.schedule, reason)
-        world, graph = self.placed.groups.world, self.placed.extracted.graph
-        if world.prints:
-            outputs = sum(graph.tensors[tensor].bytes_per_sample for tensor in graph.outputs)
-            warnings.warn(
-                f"{reason[0].upper()}{reason[1:]}, so it is computed of the whole batch at once, "
-                "with schedule='gpipe': each stage keeps what its backward pass needs of all "
-                f"num_micro_batches={count} micro-batches, and the last one all outputs, "
-                f"{format_bytes(outputs)} for each sample; `model.plan` counts both.",
-                UserWarning,
-                stacklevel=5,
-            )
 
     def refuse_batch(self, rows: int, outputs: OutputUse) -> None:
         """Refuses a batch that needs more memory than the limit; without one it warns."""

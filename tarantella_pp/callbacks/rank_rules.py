@@ -222,7 +222,7 @@ class Lockstep(keras.callbacks.Callback):
         stop = self._count(refuse=True)
         wish = bool(getattr(self.model, name))
         vote = np.array([[wish, settable_learning_rate(self.model)]], np.float64)
-        tag = self._communicator.largest_tag // 2 - 1  # not that of a sum of gradients
+        tag = self._communicator.largest_tag // 2 - 1  # no sum of gradients has it
         self._votes = self._communicator.start_allgather([vote], tag=tag, label="whether to stop")
         if wish and not stop:
             stop = bool(self._votes.wait()[0][:, 0].all())

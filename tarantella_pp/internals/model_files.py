@@ -106,7 +106,7 @@ def called_by_writer() -> bool:
 
 
 def save_state(model: keras.Model, archive: zipfile.ZipFile, scratch: Path) -> None:
-    """Writes a model and its optimizer into a `.keras` file, of which Keras has all in memory."""
+    """Writes a model and its optimizer into a `.keras` file; Keras has all of one in memory."""
     weights = saving_lib.H5IOStore(scratch, mode="w")
     assets = saving_lib.DiskIOStore(ASSETS, archive=archive, mode="w")
     visited: set[int] = set()

@@ -68,7 +68,7 @@ class KerasFile:
         """The HDF5 file with weights and optimizer state."""
         member = self._zip.getinfo(model_files.WEIGHTS)
         if member.compress_type != zipfile.ZIP_STORED:
-            # To go back in what is packed means to unpack all before it again, for each tensor.
+            # Going back in packed data means to unpack all before it again, for each tensor.
             with tempfile.TemporaryFile() as whole:
                 with self._zip.open(member) as packed:
                     shutil.copyfileobj(packed, whole, _MIB)

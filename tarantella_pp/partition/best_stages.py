@@ -291,7 +291,9 @@ class StageMemory:
 
     def _price(self, begin: int, end: int, stage: int) -> tuple[float, float]:
         costs, options, last = self._costs, self._costs.config, self._costs.config.num_stages - 1
-        nodes = _members(end & ~begin)
+        bits = end & ~begin
+        packed = np.frombuffer(bits.to_bytes(-(-bits.bit_length() // 8), "little"), np.uint8)
+        nodes = np.flatnonzero(np.unpackbits(packed, bitorder="little")).tolist()
         users = self._stages_of_weights(nodes, begin, end, stage)
         received, sent = self._messages(nodes, begin, end, stage)
         size = costs.stage(nodes, stage, (*received, *sent), users).memory_bytes
@@ -342,9 +344,3 @@ class StageMemory:
             if self._readers[t] & ~end or (t in self._outputs and not is_last)
         ]
         return received, sent
-
-
-def _members(bits: int) -> list[int]:
-    """Returns the operations of a set, ascending."""
-    packed = np.frombuffer(bits.to_bytes(-(-bits.bit_length() // 8), "little"), np.uint8)
-    return np.flatnonzero(np.unpackbits(packed, bitorder="little")).tolist()

@@ -126,8 +126,14 @@ class PlanSearch:
 
     def within_limit(self, candidate: Candidate, deadline: float) -> list[Timed]:
         """Makes plans of a candidate within the limit; stages recompute little, if any."""
-        if self.rank_limit is not None:
-            return self._within_rank_limit(*candidate.timed)
+        if (size := self.rank_limit) is not None:
+            seconds, plan = candidate.timed
+            needed = plan.rank_bytes(plan.num_ranks)
+            if max(needed) > size:
+                return []
+            pairs = zip(plan.stages, plan.ranks, strict=True)
+            limits = tuple(size * stage.memory_bytes // needed[rank] for stage, rank in pairs)
+            return [(seconds, msgspec.structs.replace(plan, memory_limit=limits))]
         if candidate.final:
             return [candidate.timed]
         count = candidate.options.num_micro_batches
@@ -142,14 +148,6 @@ class PlanSearch:
                 break
             found += self.of_count(count, worth=worth)
         return found
-
-    def _within_rank_limit(self, seconds: float, plan: Plan) -> list[Timed]:
-        size, needed = self.rank_limit or 0, plan.rank_bytes(plan.num_ranks)
-        if max(needed) > size:
-            return []
-        pairs = zip(plan.stages, plan.ranks, strict=True)
-        limits = tuple(size * stage.memory_bytes // needed[rank] for stage, rank in pairs)
-        return [(seconds, msgspec.structs.replace(plan, memory_limit=limits))]
 
     def smallest_memory_plan(self) -> Plan:
         """Makes the plan whose largest stage needs the least memory, whatever the limit."""

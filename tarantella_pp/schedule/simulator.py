@@ -238,7 +238,14 @@ def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
         raise ScheduleError(f"Deadlock: ranks {stuck} wait forever; validate() says for what")
     serial = costs.serial_seconds(schedule.num_micro_batches, has_backward=schedule.has_backward)
     events = tuple(map(tuple, replay.events))
-    return StepTimeline.of_events(schedule, events, serial, _peak_bytes(schedule, costs))
+    peaks = []
+    for rank in range(schedule.num_ranks):
+        held = peak = sum(costs.stages[stage].static_bytes for stage in schedule.stages_of(rank))
+        for action, change in schedule.residual_changes(rank):
+            held += change * costs.stages[action.stage].activation_bytes
+            peak = max(peak, held)
+        peaks.append(peak)
+    return StepTimeline.of_events(schedule, events, serial, tuple(peaks))
 
 
 class _TimedReplay(Replay):
@@ -294,14 +301,3 @@ class _TimedReplay(Replay):
         # Taking a message costs the rank time even if it has been there for long.
         end = max(start, self._arrival[action.message]) + self._costs.receive_seconds
         self._note(rank, start, end, action)
-
-
-def _peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    peaks = []
-    for rank in range(schedule.num_ranks):
-        held = peak = sum(costs.stages[stage].static_bytes for stage in schedule.stages_of(rank))
-        for action, change in schedule.residual_changes(rank):
-            held += change * costs.stages[action.stage].activation_bytes
-            peak = max(peak, held)
-        peaks.append(peak)
-    return tuple(peaks)

@@ -187,7 +187,12 @@ class _Reader:
         model, network = self._model, self._looked.network
         env: dict[int, int] = {}
         for tensor in network.inputs:
-            _check_input(tensor)
+            if getattr(input_layer_of(tensor), "optional", False):
+                raise UnsupportedModelError(
+                    f"Input '{tensor.name}' is optional; stages need every input. "
+                    "Make it a normal keras.Input and pass zeros where there is no value."
+                )
+            _check_dense(tensor, f"Input '{tensor.name}'")
             shape = tuple(tensor.shape)
             seen = SeenTensor(shape, tensor.dtype, None, probe_of(shape))
             env[id(tensor)] = self._add_tensor(tensor.name, seen)
@@ -499,16 +504,6 @@ def _supported_network(model: Any) -> Any:
             "tnt.Model(model, inputs=keras.Input(...))."
         )
     return network
-
-
-def _check_input(tensor: Any) -> None:
-    layer = input_layer_of(tensor)
-    if getattr(layer, "optional", False):
-        raise UnsupportedModelError(
-            f"Input '{tensor.name}' is optional; stages need every input. "
-            "Make it a normal keras.Input and pass zeros where there is no value."
-        )
-    _check_dense(tensor, f"Input '{tensor.name}'")
 
 
 def _check_result(tensor: Any, node: Any, name: str) -> None:

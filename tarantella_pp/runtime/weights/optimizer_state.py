@@ -60,7 +60,11 @@ class OptimizerState:
             self._slots = self._agreed(weights)
             state.refuse_as_whole(optimizer, self._refuse)
         # The slots that files have, each one or the parts of one, in turn; and what these call ours
-        self._saved = _of_wholes(self._slots, [id(whole_of(weight)) for weight in weights])
+        saved: dict[Any, list[int]] = {}
+        for number, place in enumerate(self._slots):
+            wholes = tuple(id(whole_of(weights[position])) for position in place.positions)
+            saved.setdefault((place.kind, place.part, wholes or number), []).append(number)
+        self._saved = list(saved.values())
         self._keys: dict[int, str] = {}
         for number, slots in enumerate(self._saved):
             for slot in slots:
@@ -296,12 +300,3 @@ def spec_of(variable: Any) -> tuple[str, tuple[int, ...]]:
 
 def _keyed(kind: str, found: Mapping[Any, Any]) -> dict[str, Any]:
     return {f"{kind}/{number}": variable for number, variable in found.items()}
-
-
-def _of_wholes(slots: Sequence[state.Place], wholes: Sequence[int]) -> list[list[int]]:
-    """Puts slots together that one of a whole weight is made of; these are `id`s of the weights."""
-    found: dict[Any, list[int]] = {}
-    for number, place in enumerate(slots):
-        key = tuple(wholes[position] for position in place.positions)
-        found.setdefault((place.kind, place.part, key or number), []).append(number)
-    return list(found.values())

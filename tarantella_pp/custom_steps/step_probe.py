@@ -12,8 +12,9 @@ these samples do not reach, is looked for in the graph.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -148,18 +149,7 @@ class StepProbe:
         return {n for n, _ in self.gradients} - shown
 
     def _take(self, found: Compared) -> None:
-        places = self._take_gradients(found)
-        for reads, (*_, of_samples) in zip(self._reads, self._lookups, strict=True):
-            reads.add(rows_read(found, next(places), of_samples))
-        self.results = [kinds & found.kinds(next(places)) for kinds in self.results]
-        self.state = [kinds & found.kinds_of_state(i) for i, kinds in enumerate(self.state)]
-        self.counters = self._probe.counters()
-        for i in self.counters:
-            moved = found.whole.state[i].astype(float) - found.start[i]
-            self.drawn[i] = moved.ravel().tolist()
-
-    def _take_gradients(self, found: Compared) -> Iterator[int]:
-        """Takes in what a trial shows of the gradients; returns the places of all else."""
+        """Takes in what a trial shows."""
         sizes_of: dict[int, list[float]] = {}  # of the gradients of each update
         broken = set()
         for place, (number, _) in enumerate(self.gradients):
@@ -169,10 +159,17 @@ class StepProbe:
                 broken.add(number)
         self.finite |= {*sizes_of} - broken
         largest = {n: max(filter(np.isfinite, each), default=0.0) for n, each in sizes_of.items()}
-        places = iter(range(len(found.whole.values)))
+        places = itertools.count()
         for key in self.gradients:
             self.gradients[key] &= found.kinds(next(places), largest[key[0]])
-        return places
+        for reads, (*_, of_samples) in zip(self._reads, self._lookups, strict=True):
+            reads.add(rows_read(found, next(places), of_samples))
+        self.results = [kinds & found.kinds(next(places)) for kinds in self.results]
+        self.state = [kinds & found.kinds_of_state(i) for i, kinds in enumerate(self.state)]
+        self.counters = self._probe.counters()
+        for i in self.counters:
+            moved = found.whole.state[i].astype(float) - found.start[i]
+            self.drawn[i] = moved.ravel().tolist()
 
 
 def found_kinds(trace: StepTrace, tensors: Sequence[tf.Tensor], by_rows: bool = False) -> StepKinds:

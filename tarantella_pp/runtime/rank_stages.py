@@ -16,9 +16,8 @@ from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.runtime.batch import Batch
 from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
-from tarantella_pp.runtime.comm.process_groups import ReplicaExchange
+from tarantella_pp.runtime.comm.process_groups import ReplicaExchange, refuse_unlike
 from tarantella_pp.runtime.executor import Executor, Recorder
-from tarantella_pp.runtime.probes.constants import refuse_unlike
 from tarantella_pp.runtime.probes.stage_probe import StageProbe
 from tarantella_pp.runtime.stage import stage_boundary
 from tarantella_pp.runtime.stage.forward_state import ForwardState

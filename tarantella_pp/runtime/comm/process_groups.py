@@ -10,13 +10,15 @@ With two replicas of three ranks each, and the ranks of a pipeline side by side:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.runtime.comm.collective import on_all_ranks
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor, value_of
 
@@ -111,3 +113,22 @@ class ReplicaExchange:
         ]
         for variable, request in zip(variables, sums, strict=True):
             variable.assign(request.wait().reshape(tuple(variable.shape)))
+
+
+def refuse_unlike(groups: ProcessGroups, mine: Sequence[tuple[Callable[[], str], float]]) -> None:
+    """Refuses constants, by where they are, that replicas do not have alike; all must call it."""
+
+    def compare() -> None:
+        first, *others = groups.peers.allgather_json([number for _, number in mine])
+        for rank, theirs in zip(groups.peers.world_ranks[1:], others, strict=True):
+            for (where, _), one, other in zip(mine, first, theirs, strict=False):
+                if abs(one - other) > 1e-5 * one:  # `sin` may round otherwise on other CPUs
+                    raise ConfigurationError(
+                        f"{where()} has other constants or operations on rank {rank} than on rank "
+                        f"{groups.peers.world_ranks[0]}, so replicas would train different "
+                        "functions. Call keras.utils.set_random_seed(seed) before you make the "
+                        "model, or keep them in a weight with trainable=False."
+                    )
+
+    if groups.num_replicas > 1:
+        on_all_ranks(groups.pipeline, "train what other replicas train", compare)

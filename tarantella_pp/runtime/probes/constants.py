@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
-
-from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.runtime.comm.collective import on_all_ranks
-from tarantella_pp.runtime.comm.process_groups import ProcessGroups
 
 Constant: TypeAlias = (
     "tuple[Callable[[], str], float]"  # where it is, and what tells it from others
@@ -47,22 +43,3 @@ def _measured(value: Any) -> float:
     flat = np.ravel(value)[:: 1 + value.size // _MANY].astype(np.complex128)
     product = flat @ np.cos(1.7 * np.arange(flat.size) + 1)
     return float(product.real - product.imag + 3 * np.sqrt(flat.size) * np.linalg.norm(flat))
-
-
-def refuse_unlike(groups: ProcessGroups, mine: Sequence[Constant]) -> None:
-    """Refuses constants that replicas do not have alike, on all ranks; all must call it."""
-
-    def compare() -> None:
-        first, *others = groups.peers.allgather_json([number for _, number in mine])
-        for rank, theirs in zip(groups.peers.world_ranks[1:], others, strict=True):
-            for (where, _), one, other in zip(mine, first, theirs, strict=False):
-                if abs(one - other) > 1e-5 * one:  # `sin` may round otherwise on other CPUs
-                    raise ConfigurationError(
-                        f"{where()} has other constants or operations on rank {rank} than on rank "
-                        f"{groups.peers.world_ranks[0]}, so replicas would train different "
-                        "functions. Call keras.utils.set_random_seed(seed) before you make the "
-                        "model, or keep them in a weight with trainable=False."
-                    )
-
-    if groups.num_replicas > 1:
-        on_all_ranks(groups.pipeline, "train what other replicas train", compare)

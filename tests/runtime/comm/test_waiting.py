@@ -82,7 +82,7 @@ def sum_while_computing() -> list[bool]:
     received = ranks.post_receive([TensorSpec(array.shape, array.dtype)], other, 7)
     sent = ranks.send([array], other, 7)
     with ranks.computing():
-        gone = eventually(lambda: not sent._requests)
+        gone = eventually(lambda: not sent.requests)
     return [moved, right, gone, np.array_equal(received.wait()[0], array)]
 
 

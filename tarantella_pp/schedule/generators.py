@@ -6,7 +6,7 @@ micro-batches, so that gradients are summed in the same order whatever the sched
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from tarantella_pp.errors import ScheduleError, checked_count
@@ -21,33 +21,49 @@ MOST_FORWARDS = 1_000_000
 SCHEDULE_NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", *V_SHAPED, "forward")
 
 
-def forward_and_back(name: str, stage: int, left: int, num_micro_batches: int) -> list[Compute]:
-    """Orders forwards up to a number in flight, then backwards and forwards in turn.
+def forward(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
+    """Orders one stage for inference: forwards only."""
+    return [Compute(stage, "F", i) for i in range(num_micro_batches)]
 
-    With stages `left` from this one on, 1F1B holds as many micro-batches: Narayanan et al.,
-    "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), ICML 2021. By the end of
-    the warm-up the first gradient can be there::
+
+def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
+    """Orders all forwards, then all backwards: Huang et al., "GPipe", NeurIPS 2019."""
+    return _forward_and_back(stage, num_micro_batches, num_micro_batches)
+
+
+def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
+    """Orders one stage so that it holds at most ``num_stages - stage`` micro-batches.
+
+    Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush),
+    ICML 2021. By the end of the warm-up the first gradient can be there::
 
         stage 0  F0 F1 .. .. BW0-- F2 BW1-- F3 BW2-- .. BW3--
                  warm-up     steady state      cool-down
         stage 1  .. F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3-- .. ..
+    """
+    return _forward_and_back(stage, num_stages - stage, num_micro_batches)
 
-    For links that are not fast, one more in flight for each stage that follows leaves messages time
-    to come: Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023. The
-    eager 1F1B::
+
+def eager_one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
+    """Orders one stage as 1F1B, with more micro-batches ahead, for links that are not fast.
+
+    Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023. One more
+    in flight for each stage that follows leaves messages time to come::
 
         stage 0  F0 F1 F2 .. .. BW0-- F3 BW1-- BW2-- BW3--
         stage 1  .. .. F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3--
-
-    GPipe has all forwards first: Huang et al., NeurIPS 2019.
     """
-    in_flight = {"gpipe": num_micro_batches, "1f1b": left, "eager-1f1b": 2 * left - 1}
-    warm_up = min(in_flight[name], num_micro_batches)
+    return _forward_and_back(stage, 2 * (num_stages - stage) - 1, num_micro_batches)
+
+
+def _forward_and_back(stage: int, in_flight: int, num_micro_batches: int) -> list[Compute]:
+    """Orders forwards up to a number in flight, then backwards and forwards in turn."""
+    warm_up = min(in_flight, num_micro_batches)
     order = [Compute(stage, "F", i) for i in range(warm_up)]
     for i in range(num_micro_batches - warm_up):
         order += [Compute(stage, "BW", i), Compute(stage, "F", warm_up + i)]
-    cool_down = range(num_micro_batches - warm_up, num_micro_batches)
-    return order + [Compute(stage, "BW", i) for i in cool_down]
+    left = range(num_micro_batches - warm_up, num_micro_batches)
+    return order + [Compute(stage, "BW", i) for i in left]
 
 
 def zb_h1(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
@@ -205,6 +221,15 @@ def v_blocks(name: str, num_ranks: int, num_micro_batches: int) -> Orders:
     return player.orders()
 
 
+_STAGE_ORDERS: dict[str, Callable[[int, int, int], list[Compute]]] = {
+    "forward": forward,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "eager-1f1b": eager_one_f_one_b,
+    "zb-h1": zb_h1,
+}
+
+
 def make_schedule(
     name: str,
     num_stages: int,
@@ -291,12 +316,6 @@ def _orders(name: str, num_micro_batches: int, placement: tuple[int, ...]) -> Or
         if name != "zb-v":
             return v_blocks(name, num_ranks, num_micro_batches)
         return tuple(zb_v(rank, num_ranks, num_micro_batches) for rank in range(num_ranks))
-    orders = []
-    for stage in range(num_stages):
-        if name == "forward":  # for inference
-            orders.append([Compute(stage, "F", i) for i in range(num_micro_batches)])
-        elif name == "zb-h1":
-            orders.append(zb_h1(stage, num_stages, num_micro_batches))
-        else:
-            orders.append(forward_and_back(name, stage, num_stages - stage, num_micro_batches))
+    order = _STAGE_ORDERS[name]
+    orders = [order(stage, num_stages, num_micro_batches) for stage in range(num_stages)]
     return merge(orders, placement, num_micro_batches)

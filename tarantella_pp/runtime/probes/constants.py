@@ -13,7 +13,7 @@ import tensorflow as tf
 Constant: TypeAlias = (
     "tuple[Callable[[], str], float]"  # where it is, and what tells it from others
 )
-_MANY = 1_000_000  # numbers, of which some are looked at
+_MANY = 1_000_000  # numbers that are looked at together
 
 
 def constants_of(
@@ -40,6 +40,9 @@ def constants_of(
 
 def _measured(value: Any) -> float:
     """A number that is another one for other numbers; so large that rounding is small beside it."""
-    flat = np.ravel(value)[:: 1 + value.size // _MANY].astype(np.complex128)
-    product = flat @ np.cos(1.7 * np.arange(flat.size) + 1)
-    return float(product.real - product.imag + 3 * np.sqrt(flat.size) * np.linalg.norm(flat))
+    flat, product, squares = np.ravel(value), 0j, 0.0
+    for begin in range(0, flat.size, _MANY):
+        some = flat[begin : begin + _MANY].astype(np.complex128)
+        product += some @ np.cos(1.7 * np.arange(begin, begin + some.size) + 1)
+        squares += float(np.linalg.norm(some)) ** 2
+    return float(product.real - product.imag + 3 * np.sqrt(flat.size * squares))

@@ -247,7 +247,7 @@ class PartsProbe:
             self._prepare()
 
     def _compile(self, graph: TrialGraph) -> None:
-        self._graph = graph
+        self._graph, self._written = graph, graph.written[: self._num_written]
         distance, self._distance = self._distance, 0.0
         self.move(distance)
         dtypes = {graph.dtype(dtype) for dtype in self._dtypes}
@@ -347,11 +347,10 @@ class PartsProbe:
         return self._draw(*map(self._graph.taken, inputs))
 
     def _state(self) -> list[Array]:
-        written = self._graph.written[: self._num_written]
-        return [np.asarray(variable.numpy()) for variable in written]
+        return [np.asarray(variable.numpy()) for variable in self._written]
 
     def _restore(self, values: Sequence[Array]) -> None:
-        for variable, value in zip(self._graph.written, values, strict=False):
+        for variable, value in zip(self._written, values, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
 
     def _axes_of_draws(self, fewer: Sequence[tf.Tensor], whole: Outcome) -> list[int | None]:

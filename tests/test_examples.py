@@ -6,7 +6,6 @@ import importlib.util
 import io
 import json
 import re
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -39,7 +38,7 @@ SMALL = {
     "unet.py": ({"filters": 2, "levels": 1}, "--stages 2 --epochs 1 --batch-size 128"),
 }  # fmt: skip
 """Options of the model, which are those of its function, and of the command line."""
-OVERSIZED = "--width 768 --blocks 2 --steps 1 --batch-size 4 --limit 960"
+OVERSIZED = "--width 768 --blocks 2 --steps 1 --batch-size 4 --limit "
 """Weights, gradients and optimizer state take 453 MB in float64, TensorFlow and its graphs more."""
 
 
@@ -146,26 +145,30 @@ def test_two_ranks_come_to_the_losses_of_one(float64, tmp_path, monkeypatch):
     assert not any(losses(printed) for printed in first.values())
 
 
-def limited(folder, *untried):
+def limited(folder, limit, *untried):
     """What the example prints that limits its own memory; alone, it tries no stage out before."""
     for name in untried:
         setattr(RankStages, name, lambda *_: False)
     use_float64()
     tempfile.tempdir = folder
-    return run_example("oversized.py", {}, OVERSIZED)
+    return run_example("oversized.py", {}, f"{OVERSIZED}{limit}")
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_two_ranks_train_what_one_process_cannot_hold(tmp_path):
-    alone = mpi_run(1, limited, str(tmp_path), "is_due", timeout=120)
+    def run(ranks, limit, *untried):
+        return mpi_run(ranks, limited, str(tmp_path), limit, *untried, timeout=240)
+
+    def taken(printed):
+        return int(re.search(r"took (\d+) MB", printed).group(1))
+
+    # How it fails depends on who asks first for memory that is not there: it trains with more.
+    alone = run(1, 960, "is_due")
     assert not alone.timed_out
     assert alone.returncode != 0
-    said = re.search("OOM|MemoryError|bad_alloc|allocate", alone.stderr)
-    # TensorFlow crashes where it does not ask whether it got the memory.
-    assert said or alone.returncode in (signal.SIGABRT, signal.SIGSEGV), alone.stderr[-2000:]
-    printed = mpi_run(2, limited, str(tmp_path), timeout=240).check().results[1]
+    assert taken(run(1, 4000, "is_due").check().results[0]) > 960
+    printed = run(2, 960).check().results[1]
     trained, loaded, trained_on = map(float, re.findall(r"\d+\.\d{4}", *losses(printed)))
     assert trained == loaded != trained_on < 4.5  # of log(96) at first
-    taken, limit = map(int, re.search(r"took (\d+) MB of (\d+)", printed).groups())
-    assert taken <= limit == 960
+    assert taken(printed) <= 960

@@ -26,8 +26,11 @@ from tarantella_pp.runtime.batch import Batch, made_of
 from tarantella_pp.runtime.comm.collective import on_one_rank
 from tarantella_pp.runtime.comm.process_groups import refuse_unlike
 from tarantella_pp.runtime.loss import BatchLoss
-from tarantella_pp.runtime.probes.loss_probe import loss_kinds, refuse_weights_reached
-from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts
+from tarantella_pp.runtime.probes.compilation_probe import (
+    loss_kinds,
+    refuse_weights_reached,
+    why_not_by_parts,
+)
 from tarantella_pp.runtime.stage.graph_functions import (
     CompiledFunction,
     CompiledUpdate,

@@ -15,7 +15,7 @@ from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.partition.plan.plan_simulation import searched
 from tarantella_pp.partition.plan.stage_costs import ways_to_less_memory, with_batch
 from tarantella_pp.runtime.comm.machine import memory_of_each_rank
-from tarantella_pp.runtime.probes.loss_probe import loss_kinds
+from tarantella_pp.runtime.probes.compilation_probe import loss_kinds
 from tarantella_pp.runtime.stage.stage_boundary import StageEdge
 from tarantella_pp.runtime.weights.rank_weights import PlacedModel
 from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, validate

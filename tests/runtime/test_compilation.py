@@ -8,7 +8,7 @@ from keras import ops
 
 from tarantella_pp.internals import training
 from tarantella_pp.internals.functional import get_mask, set_mask
-from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts
+from tarantella_pp.runtime.probes.compilation_probe import why_not_by_parts
 from tests.exactness import metrics as of_keras
 
 pytestmark = pytest.mark.keras

@@ -308,8 +308,10 @@ class PartsProbe:
             _move(variable, distance - self._distance)
         self._distance = distance
 
-    def run(self, tensors: Sequence[tf.Tensor]) -> Outcome:
-        """Runs the function on some samples, from where it has ended last."""
+    def run(self, tensors: Sequence[tf.Tensor], start: Sequence[Array] | None = None) -> Outcome:
+        """Runs the function on some samples, from a state, or from where it has ended last."""
+        if start is not None:
+            self._restore(start)
         return self._in_widest(lambda: self._trial(tensors))
 
     def _in_widest(self, attempt: Callable[[], _T]) -> _T:

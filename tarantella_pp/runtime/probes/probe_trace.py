@@ -264,8 +264,8 @@ class ProbeTrace:
     def _results(self) -> list[tf.Tensor]:
         return [tensor for _, tensors in self._made for tensor in tensors]
 
-    def writing(self, variables: Sequence[tf.Variable], moved: float = 0.0) -> PartsProbe:
-        """A probe of what the forward pass writes to some variables, with weights moved so far."""
+    def writing(self, variables: Sequence[tf.Variable]) -> PartsProbe:
+        """A probe of what the forward pass writes to some variables, whose weights may be moved."""
         inner = self._handles(variables)
         effects = [
             op
@@ -273,9 +273,7 @@ class ProbeTrace:
             if has_effect(op) and any(tensor.ref() in inner for tensor in op.inputs)
         ]
         written = effects, variables
-        probe = PartsProbe(self.function, self._feeds[2:], [], written, moves=moved > 0)
-        probe.move(moved)
-        return probe
+        return PartsProbe(self.function, self._feeds[2:], [], written, moves=True)
 
     def reads(self, variable: tf.Variable) -> bool:
         """Whether what the stage computes follows from the value of a variable."""

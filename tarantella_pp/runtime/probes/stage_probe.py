@@ -22,17 +22,22 @@ import tensorflow as tf
 
 from tarantella_pp.cause import describe
 from tarantella_pp.errors import UNCUT, UnsupportedModelError
-from tarantella_pp.internals.functional import sublayers
+from tarantella_pp.internals.functional import layer_metrics, sublayers
 from tarantella_pp.internals.training import made_by_keras
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.probes.constants import Constant, constants_of
-from tarantella_pp.runtime.probes.metric_probe import metric_means
 from tarantella_pp.runtime.probes.parts import (
+    ALL,
     MEAN,
+    SAME,
     SUM,
+    Array,
+    Compared,
+    PartsProbe,
     Samples,
     alike,
     apart,
+    kinds_of,
     much_larger,
     opposite,
 )
@@ -44,10 +49,9 @@ from tarantella_pp.runtime.stage.stage_module import StageModule
 # Samples to try a stage out with, of following micro-batches too; else the same ones once more.
 # Parts of these must have other samples each: two of [a b] would have the same mean as the whole.
 _WANTED, _ENOUGH = 6, 4
+_METRIC_ROWS = 3  # to try out what layers' metrics count
 # What losses are tried with besides: samples are changed and weights moved, until something shows.
 _CHANGES = ((opposite, 0.0), (apart, 1.0), (much_larger, 1.0), (much_larger, 1e3))
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(eq=False)
@@ -113,7 +117,7 @@ class StageProbe:
                 self._refuse_coupled(trace, samples.changed(_larger))
             except tf.errors.InvalidArgumentError as error:  # one that takes no few samples
                 raise _takes_no_parts(error, self.module.layer) from error
-            self.module.means[training] = metric_means(trace, samples, self.num_replicas)
+            self.module.means[training] = _metric_means(trace, samples, self.num_replicas)
         return trace.outputs(first) if self.module.boundary.sends else []
 
     def factors(self, training: bool, share: float) -> tf.Tensor:
@@ -266,6 +270,78 @@ class StageProbe:
             ]
             size *= 2
         return Samples(size, found, batched)
+
+
+def _metric_means(trace: ProbeTrace, samples: Samples, num_replicas: int) -> list[Any]:
+    """The variables of layers' metrics to which a call adds a mean, or a constant.
+
+    What a micro-batch adds to these counts by its share of the batch. All others come out right by
+    themselves: sums over samples, and what parts lead to one after the other, as a maximum. What
+    replicas add is added up, so there it must not depend on what was there before.
+    """
+    named = [
+        (variable, metric.name, call.operation.name)
+        for call in trace.module.layer.calls
+        for metric in layer_metrics(call.operation)
+        for variable in metric.variables
+    ]
+    metrics = list({id(variable): (variable, *names) for variable, *names in named}.values())
+    if not metrics:
+        return []
+    for variable, metric, layer in metrics:
+        if trace.reads(variable.value):
+            raise UnsupportedModelError(
+                f"Layer '{layer}' computes with the value of its metric '{metric}', which changes "
+                f"from micro-batch to micro-batch. {UNCUT}."
+            )
+    probe = trace.writing([variable.value for variable, *_ in metrics])
+    # The first samples only: later ones may be the same once more, in another part.
+    first = samples.of(slice(0, _METRIC_ROWS))
+    trials = [_written(probe, first)]
+    # What shows nothing while a weight is zero, or samples are alike or small, shows itself later.
+    probe.move(0.1)
+    for change in (apart, much_larger):
+        with contextlib.suppress(tf.errors.OpError):  # content that a layer does not take
+            trials.append(_written(probe, first.changed(change)))
+    means = []
+    for place, (variable, metric, layer) in enumerate(metrics):
+        kinds, adds, runs_on = ALL, True, True
+        for found, again, in_turn in trials:
+            before, after = found.start[place], found.whole.state[place]
+            kinds &= found.kinds_of_state(place)
+            adds = adds and _same(again[place], after + (after - before))
+            runs_on = runs_on and _same(after, in_turn[place])
+        if num_replicas > 1 and not adds:
+            raise UnsupportedModelError(
+                f"How layer '{layer}' changes its metric '{metric}' depends on what it was, so "
+                f"that the num_replicas={num_replicas} replicas cannot add up what each has "
+                "measured. Use num_replicas=1, or pass it to `compile(metrics=...)`."
+            )
+        if SUM in kinds or runs_on:
+            continue
+        if MEAN not in kinds:
+            raise UnsupportedModelError(
+                f"Layer '{layer}' updates its metric '{metric}' with something that is neither a "
+                "sum nor a mean over samples, so that micro-batches would change it. Use "
+                "num_micro_batches=1, or give the metric one value for each sample."
+            )
+        means.append(variable)
+    return means
+
+
+def _written(probe: PartsProbe, samples: Samples) -> tuple[Compared, list[Array], list[Array]]:
+    """What is written with samples, once more from there, and with one part after the other."""
+    found = probe.compare(samples)
+    again = probe.run(samples.tensors).state
+    in_turn = found.start
+    for part in samples.in_parts():
+        in_turn = probe.run(samples.of(part).tensors, in_turn).state
+    return found, again, in_turn
+
+
+def _same(first: Array, second: Array) -> bool:
+    """Returns whether two values of a variable differ by rounding at the most."""
+    return SAME in kinds_of(0.0, first, [second], [1.0], tolerance=0.0)
 
 
 def _added_kinds(trace: ProbeTrace, samples: Samples) -> Array:

@@ -8,7 +8,7 @@ from keras import layers, ops
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tarantella_pp.runtime.probes.loss_probe import value_kinds
+from tarantella_pp.runtime.probes.compilation_probe import value_kinds
 from tarantella_pp.runtime.probes.parts import MEAN, ROWS, SUM
 from tarantella_pp.runtime.weights.optimizer_probe import check_division, treats_weights_apart
 from tests.helpers.training import distance, sgd

@@ -1,4 +1,4 @@
-"""What a model is compiled with, tried: a loss in micro-batches, weights read past layers.
+"""What a model is compiled with, tried: losses and metrics in parts, weights read past layers.
 
 A loss, metric, regularizer or constraint that reads a weight past what it is given would lose its
 gradient: ranks compute losses of outputs, and regularizers of one weight each.
@@ -49,7 +49,10 @@ from tarantella_pp.runtime.probes.parts import (
     Samples,
     chosen,
     kinds_of,
+    some_rows,
 )
+from tarantella_pp.runtime.stage.graph_functions import dense_tensors, flattened
+from tarantella_pp.runtime.stage.graph_split import has_effect
 from tarantella_pp.runtime.stage.model_outputs import unpacked
 from tarantella_pp.runtime.stage.side_effects import effects_of, refuse_kept
 
@@ -59,6 +62,11 @@ Shape = Sequence[int | None]
 _ROWS, _LARGEST = 5, 3
 # Numbers of a sample's output beyond which fewer are tried.
 _MANY = 100_000
+# Samples that metrics are tried with, one of them and the others; few, for some models have large
+# ones. And which of them are not set to zero the second time: of each part another share.
+_METRIC_ROWS, _KEPT = 3, (True, False, True)
+# What a metric may do besides changing its variables.
+_HARMLESS = ("Assert", "CheckNumericsV2")
 
 
 class LossKinds(NamedTuple):
@@ -172,7 +180,7 @@ def _kinds(loss: Any, data: Sequence[tuple[Array, Array]]) -> Iterator[frozenset
     def values(y: tf.Tensor, y_pred: tf.Tensor) -> list[tf.Tensor]:
         found, mask = sample_values(loss, y, y_pred)
         (gradient,) = tf.gradients(found, y_pred, unconnected_gradients="zero")
-        return [found, gradient] + ([] if mask is None else [tf.cast(mask, found.dtype)])
+        return [found, gradient, tf.cast([] if mask is None else mask, found.dtype)]
 
     specs = [tf.TensorSpec([None, *part.shape[1:]], keras.config.floatx()) for part in data[0]]
     try:
@@ -199,7 +207,7 @@ def _kinds(loss: Any, data: Sequence[tuple[Array, Array]]) -> Iterator[frozenset
     terms = terms if sure == ALL else []
     probe = PartsProbe(function, function.inputs[:2], [*function.outputs, *terms])
     for pair in data:
-        kinds = _kinds_with(probe, *pair, len(terms))
+        kinds = _kinds_with(probe, *pair)
         if kinds is not None:
             yield kinds & sure
 
@@ -213,17 +221,14 @@ def _counts(values: Any, function: Any, data: tuple[Array, Array]) -> bool:
     return leaves_out or not all(np.allclose(a, b, equal_nan=True) for a, b in pairs)
 
 
-def _kinds_with(
-    probe: PartsProbe, y: Array, y_pred: Array, num_terms: int
-) -> frozenset[str] | None:
+def _kinds_with(probe: PartsProbe, y: Array, y_pred: Array) -> frozenset[str] | None:
     """The kinds that values may be of with such data; `None` if a loss does not take them."""
     try:
         found, other = (probe.compare(_samples(y, made)) for made in (y_pred, y_pred[::-1]))
     except Exception:  # whatever it says to targets of another kind
         return None
-    values = found.whole.values
-    (whole, _, *mask), terms = values[: len(values) - num_terms], values[len(values) - num_terms :]
-    if mask and not np.array_equal(mask[0], other.whole.values[2]):
+    whole, _, mask, *terms = found.whole.values
+    if not np.array_equal(mask, other.whole.values[2]):
         return frozenset()  # a mask must follow from the targets
     parts = [part.values[0] for part in found.parts]
     if not all(np.isfinite(value).all() for value in (whole, *parts)):
@@ -232,7 +237,7 @@ def _kinds_with(
         return frozenset()
     if y.shape != y_pred.shape and any(part.shape[1:] != whole.shape[1:] for part in parts):
         return None  # Keras spreads such targets over other samples: refused with the batch itself
-    kinds = found.kinds(0) & (found.kinds(2) if mask else ALL)
+    kinds = found.kinds(0) & found.kinds(2)
     kinds = frozenset(kind for kind in kinds if _adds_up(found, kind))
     if kinds and not all(map(np.any, terms)):
         return frozenset((MEAN, SUM))  # it may be either
@@ -248,6 +253,93 @@ def _adds_up(found: Compared, kind: str) -> bool:
 
 def _samples(*data: Array) -> Samples:
     return Samples(_ROWS, [tf.constant(part, keras.config.floatx()) for part in data])
+
+
+def why_not_by_parts(
+    metrics: Any,
+    pack: Callable[[Sequence[tf.Tensor]], Any],
+    y: Any,
+    outputs: Sequence[tf.TensorSpec],
+    weight: Any,
+) -> str | None:
+    """Tries whether what parts of a batch add to metrics is what the batch adds."""
+    rng = np.random.default_rng(0)
+    owners = [metric for metric in metrics.metrics for _ in metric.variables]
+    try:
+        y, weight = (
+            tf.nest.map_structure(lambda t: some_rows(t, _METRIC_ROWS), s) for s in (y, weight)
+        )
+        results = [_made_up(spec, y, rng) for spec in outputs]
+        examples = (y, results, weight)
+        probe = _probe(metrics, pack, examples, owners)
+        if isinstance(probe, str):
+            return probe
+        zeros = tf.nest.map_structure(_with_zeros, (y, weight))
+        masked = [  # by other masks
+            tf.constant(rng.uniform(size=result.shape) < 0.5) if result.dtype.is_bool else result
+            for result in results
+        ]
+        # What looks at the share of zeros, or of masked values, shows itself the second time.
+        for tried in (examples, (zeros[0], masked, zeros[1])):
+            found = probe.compare(Samples(_METRIC_ROWS, dense_tensors(tried)))
+            for i, metric in enumerate(owners):
+                if not np.all(np.isfinite(found.whole.state[i])):
+                    return f"metric '{metric.name}' is no number for made-up outputs"
+                if SUM not in found.kinds_of_state(i):
+                    return _mixes(metric)
+    except Exception as error:  # made-up data may be wrong for it in any way
+        return f"the metrics cannot be tried with made-up outputs ({type(error).__name__}: {error})"
+    return None
+
+
+def _mixes(metric: Any) -> str:
+    return f"metric '{metric.name}' looks at several samples at once"
+
+
+def _probe(
+    metrics: Any, pack: Callable[[Sequence[tf.Tensor]], Any], examples: Any, owners: Sequence[Any]
+) -> PartsProbe | str:
+    """Traces the update of the metrics, or says why no trial of it would show enough."""
+
+    def update(y: Any, results: Sequence[tf.Tensor], weight: Any) -> None:
+        metrics.update_state(y, pack(results), weight)
+
+    run, specs = flattened(update, examples, any_rows=True)
+    traced = tf.function(run, input_signature=specs, autograph=False).get_concrete_function()
+    variables = [variable.value for variable in metrics.variables]
+    handles = {id(v.handle): metric for v, metric in zip(variables, owners, strict=True)}
+    pairs = traced.graph.captures
+    own = {inner.op: handles[id(outer)] for outer, inner in pairs if id(outer) in handles}
+    effects = [op for op in traced.graph.get_operations() if has_effect(op)]
+    writes = [op for op in effects if op.type.startswith("Assign") and op.inputs[0].op in own]
+    if any(op not in writes and op.type not in _HARMLESS for op in effects):
+        return "a metric does more than to change its own variables"
+    inputs = traced.inputs[: len(specs)]
+    follows = following(traced.graph, inputs)
+    for op in writes:
+        metric = own[op.inputs[0].op]
+        # Of Keras' own, hinges look at all labels: whether these are 0 and 1, or -1 and 1.
+        if not made_by_keras(metric) and nonlinear(op.inputs[1:], follows) is not None:
+            return _mixes(metric)  # which may show with other samples only
+    return PartsProbe(traced, inputs, [], (writes, variables))
+
+
+def _made_up(spec: tf.TensorSpec, y: Any, rng: np.random.Generator) -> tf.Tensor:
+    """Outputs without two like values; dimensions that vary are as in the targets."""
+    known = dense_tensors((y,))[0].shape
+    shape = [
+        size if size is not None else known[i] if i < len(known) else 2
+        for i, size in enumerate(spec.shape)
+    ]
+    highest = 1.0 if spec.dtype.is_floating else 2.0
+    return tf.cast(rng.uniform(0.0, highest, [_METRIC_ROWS, *shape[1:]]), spec.dtype)
+
+
+def _with_zeros(tensor: Any) -> Any:
+    """The tensor with some samples zero."""
+    if tensor is None:
+        return None
+    return tf.where(tf.reshape(_KEPT, [-1] + [1] * (len(tensor.shape) - 1)), tensor, 0)
 
 
 def refuse_weights_reached(

@@ -42,7 +42,7 @@ _COLUMNS: dict[str, Callable[[executor.Span], bool]] = {
     "B": lambda span: span.kind in ("R", "B", "BW"),
     "W": lambda span: span.kind == "W",
     "Update": lambda span: span.what == executor.UPDATE,
-    "Wait": lambda span: executor.is_wait(span.what),
+    "Wait": lambda span: span.is_wait,
 }
 
 
@@ -149,7 +149,7 @@ def summary_table(steps: Sequence[executor.RecordedStep]) -> Group:
     rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("Rank", "Stages", *_COLUMNS, "Other", "Step ms", "Busy"):
         rows.add_column(name, justify="right", no_wrap=True)
-    kinds = (*_COLUMNS.values(), lambda span: executor.is_busy(span.what))
+    kinds = (*_COLUMNS.values(), lambda span: span.is_busy)
     for rank in range(schedule.num_ranks):
         *parts, busy = (median(_seconds(s.spans[rank], wanted) for s in steps) for wanted in kinds)
         period = _period(steps, rank)
@@ -229,7 +229,7 @@ class _Trace:
         numbers: dict[tuple[Any, ...], int] = {}
         for rank, spans in enumerate(step.spans):
             for span in spans:
-                track = COMPUTE if executor.is_busy(span.what) else COMMUNICATION
+                track = COMPUTE if span.is_busy else COMMUNICATION
                 facts = {} if isinstance(span.what, str) else dict(span.what._asdict())
                 facts.pop("operation", None)
                 facts["step"] = step.number
@@ -263,7 +263,7 @@ def _written(nanoseconds: int) -> float:
 
 
 def _look(span: executor.Span) -> tuple[str, str]:
-    waits, transfer = executor.is_wait(span.what), span.transfer
+    waits, transfer = span.is_wait, span.transfer
     if span.kind is not None:
         return str(span.what), _KINDS[span.kind]
     if transfer is None:

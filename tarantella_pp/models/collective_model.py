@@ -162,8 +162,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
                 f"'{filepath}', zipped={zipped}, save_format={save_format!r}. For other formats "
                 "load that file with `keras.saving.load_model` in one process, and save it there."
             )
-        self._refuse_existing(path, overwrite)
-        self._on_last_rank("save", path, write)
+        self._on_last_rank("save", path, overwrite, write)
 
     @collective("filepath", "overwrite", "max_shard_size")
     def save_weights(
@@ -174,13 +173,11 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         The file replaces an older one only when it is complete.
         """
         check_one_file(max_shard_size)
-        path = path_of(filepath)
-        self._refuse_existing(path, overwrite)
 
         def write(draft: Path, state: Any) -> None:
             keras.Model.save_weights(twin_of(self._wrapped, optimizer=state), draft)
 
-        self._on_last_rank("save_weights", path, write)
+        self._on_last_rank("save_weights", path_of(filepath), overwrite, write)
 
     @collective("skip_mismatch", contents=lambda given: contents_of(given["filepath"]))
     def load_weights(
@@ -218,18 +215,15 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         metrics = self._engine.shared_logs.metric_variables
         return StateShare(self._engine.weights, self._optimizer_state, metrics)
 
-    def _refuse_existing(self, path: Path, overwrite: bool) -> None:
-        """Refuses, on all ranks, to replace a file that must not be replaced."""
-        communicator = self._engine.communicator
-        # The last rank writes, and may see another file system.
-        exists = communicator.broadcast_json(path.exists(), communicator.size - 1)
-        check_overwrite(path, exists, overwrite)
-
-    def _on_last_rank(self, what: str, path: Path, write: Callable[[Path, Any], None]) -> None:
+    def _on_last_rank(
+        self, what: str, path: Path, overwrite: bool, write: Callable[[Path, Any], None]
+    ) -> None:
         """Lets the last rank write a file, while the others hand it values one at a time."""
-        self._engine.check_alike()  # replicas that a loop of the user's own has let drift apart
         communicator = self._engine.communicator
-        stream = ValueStream(communicator, communicator.size - 1)
+        last = communicator.size - 1  # which may see another file system
+        check_overwrite(path, communicator.broadcast_json(path.exists(), last), overwrite)
+        self._engine.check_alike()  # replicas that a loop of the user's own has let drift apart
+        stream = ValueStream(communicator, last)
         read = self._engine.weights.reader(stream)
         state = self._optimizer_state and self._optimizer_state.streamed(stream)
 

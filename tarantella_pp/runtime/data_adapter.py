@@ -328,7 +328,8 @@ class DataCursor:
 
     def read(self) -> Iterator[Any]:
         """Reads when the first batch is asked for; what a data set shuffles it draws at once."""
-        begun = None
+        dataset: Any = None
+        begun, failure = None, None
         try:
             dataset = self._opened()
             if self.kind == TF_DATA:
@@ -336,16 +337,17 @@ class DataCursor:
                 self._passes += 1
                 self._is_unread = True
         except Exception as error:
-            dataset = error
-        return self._read(dataset, begun)
+            failure = error
 
-    def _read(self, dataset: Any, begun: Iterator[Any] | None) -> Iterator[Any]:
-        if isinstance(dataset, Exception):  # raised with the first batch, when others hear of it
-            raise dataset
-        skips = self._begin(is_counted=begun is not None)
-        for batch in itertools.islice(begun or iter(dataset), skips or 0, None):
-            self.batches += 1
-            yield batch
+        def read() -> Iterator[Any]:
+            if failure is not None:  # raised with the first batch, when others hear of it
+                raise failure
+            skips = self._begin(is_counted=begun is not None)
+            for batch in itertools.islice(begun or iter(dataset), skips or 0, None):
+                self.batches += 1
+                yield batch
+
+        return read()
 
     def _begin(self, is_counted: bool = False) -> int | None:
         """Begins a pass, or goes on with one; returns how many batches to skip."""

@@ -198,6 +198,17 @@ class Span(NamedTuple):
         """The message that was sent or waited for, if it was one."""
         return self.what if isinstance(self.what, Transfer) else None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the rank computes meanwhile."""
+        return isinstance(self.what, Compute | Reduce) or self.what == UPDATE
+
+    @property
+    def is_wait(self) -> bool:
+        """Whether the rank waits for a message meanwhile."""
+        receives = self.transfer is not None and self.transfer.operation == "R"
+        return receives or self.what in (TIES, REDUCTIONS)
+
 
 class Recorder:
     """Keeps of every step how long this rank computed and waited, of some all that it did."""
@@ -227,8 +238,8 @@ class Recorder:
             self.spans = deque(maxlen=0)  # evaluation and prediction are not recorded
         end = time.perf_counter()
         # Two numbers of each step, so that logs need not keep all spans.
-        busy = sum(span.end - span.start for span in spans if is_busy(span.what))
-        wait = sum(span.end - span.start for span in spans if is_wait(span.what))
+        busy = sum(span.end - span.start for span in spans if span.is_busy)
+        wait = sum(span.end - span.start for span in spans if span.is_wait)
         self._begun.append((start, end, busy, wait))
         if self._numbers is None or self._count in self._numbers:
             self.steps.append(
@@ -257,20 +268,6 @@ class Recorder:
             for (start, _, busy, wait), end in zip(steps, ends, strict=True)
         ]
         return median(b for b, _ in shares), median(w for _, w in shares)
-
-
-def is_busy(what: Action | str) -> bool:
-    """Whether a rank computes meanwhile."""
-    if isinstance(what, str):
-        return what == UPDATE
-    return isinstance(what, Compute | Reduce)
-
-
-def is_wait(what: Action | str) -> bool:
-    """Whether a rank waits for a message meanwhile."""
-    if isinstance(what, str):
-        return what in (TIES, REDUCTIONS)
-    return isinstance(what, Transfer) and what.operation == "R"
 
 
 @dataclass(frozen=True)

@@ -51,13 +51,9 @@ class TrainingPasses:
             self.specs = specs_of(inputs)
             self.general = self._make(self.specs)
         # A size that differs becomes unknown, and stays so: at most one more trace for each.
-        pairs = list(zip(self.specs, inputs, strict=True))
-        if not all(spec.is_compatible_with(tensor) for spec, tensor in pairs):
-            specs = []
-            for spec, tensor in pairs:
-                sizes = zip(spec.shape.as_list(), tensor.shape.as_list(), strict=True)
-                shape = [a if a == b else None for a, b in sizes]
-                specs.append(tf.TensorSpec(shape, tensor.dtype))
+        pairs = list(zip(self.specs, specs_of(inputs), strict=True))
+        if not all(spec.is_compatible_with(given) for spec, given in pairs):
+            specs = [spec.most_specific_common_supertype([given]) for spec, given in pairs]
             self.general, self.specs = self._make(specs), specs
         return self.general
 

@@ -11,6 +11,7 @@ from tarantella_pp.errors import ConfigurationError
 from tests.helpers.mpi import mpi_run
 from tests.helpers.own_steps import Bounded
 from tests.helpers.training import refused, use_float64
+from tests.zoo.models import chain
 
 pytestmark = pytest.mark.keras
 
@@ -92,10 +93,9 @@ def test_one_process() -> None:
 
 def make_model():
     keras.utils.set_random_seed(7)
-    tokens = keras.Input((5,), dtype="int32")
-    hidden = keras.layers.Flatten()(keras.layers.Embedding(11, 4)(tokens))
-    hidden = keras.layers.Dense(9, activation="tanh")(hidden)
-    model = keras.Model(tokens, keras.layers.Dense(1)(hidden))
+    start = keras.layers.Embedding(11, 4), keras.layers.Flatten()
+    dense = keras.layers.Dense(9, activation="tanh"), keras.layers.Dense(1)
+    model = chain((5,), *start, *dense, dtype="int32")
     unused = keras.Variable(np.ones(3), name="unused")  # no gradient reaches it
     return model, [*model.trainable_variables, unused]
 

@@ -10,17 +10,15 @@ import tensorflow as tf
 from keras import layers
 
 from tarantella_pp.internals import functional
+from tests.zoo.models import chain
 
 pytestmark = pytest.mark.keras
 
 
 @pytest.fixture(scope="module")
 def model():
-    inputs = keras.Input((5,), dtype="int32")
-    x = layers.Embedding(7, 4, mask_zero=True)(inputs)
-    x = layers.Dropout(0.5)(x)
-    x = layers.LSTM(4)(x)
-    return keras.Model(inputs, layers.Dense(2)(x))
+    words = layers.Embedding(7, 4, mask_zero=True)
+    return chain((5,), words, layers.Dropout(0.5), layers.LSTM(4), layers.Dense(2), dtype="int32")
 
 
 def test_models_and_layers_have_the_names_that_are_read(model):

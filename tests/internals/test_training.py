@@ -17,15 +17,15 @@ from keras.src.losses.losses import LossFunctionWrapper
 
 from tarantella_pp.internals import training
 from tests.helpers.own_steps import Bounded
+from tests.zoo.models import chain
 
 pytestmark = pytest.mark.keras
 
 
 @pytest.fixture
 def model():
-    inputs = keras.Input((3,))
-    x = layers.Dense(4, activity_regularizer="l2", kernel_regularizer="l2")(inputs)
-    model = keras.Model(inputs, layers.Dense(2)(x))
+    first = layers.Dense(4, activity_regularizer="l2", kernel_regularizer="l2")
+    model = chain((3,), first, layers.Dense(2))
     model.compile("sgd", "mse", metrics=["mae"], loss_weights=2.0)
     return model
 

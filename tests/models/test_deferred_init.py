@@ -19,13 +19,9 @@ WIDTH = 40_000  # a kernel has 6.4 GB
 
 def huge():
     """A model of 64 GB that is compiled, has a deep chain and values of its own."""
-    x = inputs = keras.Input((WIDTH,))
-    x = layers.Normalization(mean=np.zeros(WIDTH), variance=np.ones(WIDTH))(x)
-    for _ in range(10):
-        x = layers.Dense(WIDTH)(x)
-    for _ in range(1100):
-        x = layers.ReLU()(x)
-    model = keras.Model(inputs, x)
+    start = layers.Normalization(mean=np.zeros(WIDTH), variance=np.ones(WIDTH))
+    dense, more = [layers.Dense(WIDTH) for _ in range(10)], [layers.ReLU() for _ in range(1100)]
+    model = models.chain((WIDTH,), start, *dense, *more)
     model.compile("sgd", "mse")
     return model
 

@@ -4,7 +4,6 @@ import io
 import zipfile
 
 import h5py
-import keras
 import numpy as np
 import pytest
 from keras import layers
@@ -12,6 +11,7 @@ from keras import layers
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models import keras_file
 from tarantella_pp.models.keras_file import KerasFile
+from tests.zoo.models import chain
 
 pytestmark = pytest.mark.keras
 
@@ -19,12 +19,10 @@ pytestmark = pytest.mark.keras
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A file with weights and assets."""
-    ids = keras.Input((5,), dtype="int32")
     lookup = layers.IntegerLookup()
     lookup.adapt(np.arange(7))
-    model = keras.Model(
-        ids, layers.Dense(300)(layers.Flatten()(layers.Embedding(9, 40)(lookup(ids))))
-    )
+    steps = layers.Embedding(9, 40), layers.Flatten(), layers.Dense(300)
+    model = chain((5,), lookup, *steps, dtype="int32")
     path = tmp_path_factory.mktemp("files") / "model.keras"
     model.save(path)
     return path

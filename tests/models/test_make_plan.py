@@ -30,10 +30,8 @@ SLOW = tnt.HardwareSpec(flops_per_second=1e9, action_seconds=3e-4)
 
 
 def tower(depth, width=64, activation="relu"):
-    x = inputs = keras.Input((width,))
-    for _ in range(depth):
-        x = layers.Dense(width, activation=activation)(x)
-    return keras.Model(inputs, x, name="tower")
+    steps = [layers.Dense(width, activation=activation) for _ in range(depth)]
+    return models.chain((width,), *steps, name="tower")
 
 
 def seconds(plan, machine=SLOW):
@@ -268,9 +266,8 @@ def test_a_measured_profile_is_chosen_by(resnet):
 
 
 def test_loops_and_single_stages_keep_one_f_one_b():
-    inputs = keras.Input((8, 4))
-    x = layers.Dense(4)(layers.Dense(4)(layers.LSTM(4)(inputs)))
-    assert make_plan(keras.Model(inputs, x), 3, num_micro_batches=8).schedule == "1f1b"
+    model = models.chain((8, 4), layers.LSTM(4), layers.Dense(4), layers.Dense(4))
+    assert make_plan(model, 3, num_micro_batches=8).schedule == "1f1b"
     assert make_plan(tower(4), 1).schedule == "1f1b"
 
 

@@ -66,10 +66,8 @@ def test_a_profile_is_kept_and_taken_from_a_file(tmp_path, monkeypatch):
 
 
 def test_layers_that_are_guessed_are_measured():
-    x = inputs = keras.Input((32,))
-    for _ in range(4):
-        x = Mixer()(layers.Dense(32)(x))
-    model = keras.Model(inputs, x)
+    steps = [step for _ in range(4) for step in (layers.Dense(32), Mixer())]
+    model = models.chain((32,), *steps)
     found = tnt.profile(model, 8, repeats=1, verbose=False)
     guessed = tnt.make_plan(model, 2, num_micro_batches=4)
     plan = tnt.make_plan(model, 2, num_micro_batches=4, profile=found)

@@ -34,11 +34,8 @@ def nested(names=("a", "block", "c", "d")):
     inner = keras.Sequential(
         [keras.Input((6,)), layers.Dense(6), layers.ReLU(), layers.Dense(6)], name=block
     )
-    x = inputs = keras.Input((6,))
-    x = layers.Dense(6, name=first)(x)
-    x = inner(x)
-    x = layers.Dropout(0.1, name=third)(x)
-    return keras.Model(inputs, layers.Dense(2, name=last)(x))
+    start, drop = layers.Dense(6, name=first), layers.Dropout(0.1, name=third)
+    return models.chain((6,), start, inner, drop, layers.Dense(2, name=last))
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,8 @@ def make_plan(model, num_stages, optimizer=None, spec=None, **options):
 
 
 def tower(*widths):
-    x = inputs = keras.Input((16,))
-    for width in widths:
-        x = layers.Dense(width, activation="relu")(x)
-    return keras.Model(inputs, x, name="tower")
+    steps = [layers.Dense(width, activation="relu") for width in widths]
+    return models.chain((16,), *steps, name="tower")
 
 
 @functools.cache

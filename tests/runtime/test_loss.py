@@ -14,6 +14,7 @@ from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.batch_step import BatchStep
 from tests.helpers.training import distance, sgd
+from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
 
@@ -26,9 +27,8 @@ PARTS = RNG.dirichlet(np.ones(3), size=(ROWS, 4, 4))
 
 def segmentation():
     keras.utils.set_random_seed(1)
-    inputs = keras.Input((4, 4, 2))
-    x = layers.Conv2D(4, 3, padding="same", activation="tanh")(inputs)
-    return keras.Model(inputs, layers.Conv2D(3, 1, activation="softplus")(x))
+    first = layers.Conv2D(4, 3, padding="same", activation="tanh")
+    return chain((4, 4, 2), first, layers.Conv2D(3, 1, activation="softplus"))
 
 
 def trained(model, y, weight):

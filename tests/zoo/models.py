@@ -22,16 +22,21 @@ def batch(model, rows=4):
     return keras.tree.map_structure(values, inputs)
 
 
+def chain(shape, *steps, name=None, **options):
+    """A model of layers, or of other functions of tensors, one after the other."""
+    x = inputs = keras.Input(shape, **options)
+    for step in steps:
+        x = step(x)
+    return keras.Model(inputs, x, name=name)
+
+
 def mlp():
-    x = inputs = keras.Input((6,))
-    for width in (7, 8, 7):
-        x = layers.Dense(width, activation="tanh")(x)
-    return keras.Model(inputs, layers.Dense(3)(x))
+    hidden = [layers.Dense(width, activation="tanh") for width in (7, 8, 7)]
+    return chain((6,), *hidden, layers.Dense(3))
 
 
 def perceptron():
-    inputs = keras.Input((6,))
-    return keras.Model(inputs, layers.Dense(3)(layers.Dense(5, activation="tanh")(inputs)))
+    return chain((6,), layers.Dense(5, activation="tanh"), layers.Dense(3))
 
 
 def residual_cnn(normalization=lambda: layers.LayerNormalization(axis=[1, 2, 3]), blocks=2):
@@ -130,8 +135,7 @@ def regularized():
 
 
 def nested():
-    i = keras.Input((6,))
-    inner = keras.Model(i, layers.Dense(6, activation="tanh")(layers.Dense(5)(i)), name="inner")
+    inner = chain((6,), layers.Dense(5), layers.Dense(6, activation="tanh"), name="inner")
     head = keras.Sequential([layers.Dense(4, activation="tanh"), layers.Dense(3)], name="head")
     inputs = keras.Input((6,))
     return keras.Model(inputs, head(inner(inner(layers.Dense(6)(inputs)) + 1.0)))
@@ -149,9 +153,8 @@ def tied_head():
 
 def counted():
     """A layer says that it gives floats, and gives integers of the same size over the cut."""
-    inputs = keras.Input((5,), dtype="int64")
-    x = layers.IntegerLookup(vocabulary=[1, 2, 3], output_mode="count")(inputs)
-    return keras.Model(inputs, layers.Dense(3)(layers.Dense(5, activation="tanh")(x)))
+    lookup = layers.IntegerLookup(vocabulary=[1, 2, 3], output_mode="count")
+    return chain((5,), lookup, layers.Dense(5, activation="tanh"), layers.Dense(3), dtype="int64")
 
 
 class Half(layers.Layer):
@@ -161,10 +164,8 @@ class Half(layers.Layer):
 
 def half_in_training():
     """The cut is behind a layer whose output has another shape where the model does not train."""
-    x = inputs = keras.Input((4, 6))
-    for layer in (layers.Dense(8, "tanh"), Half(), layers.Dense(7, "tanh"), layers.Dense(3)):
-        x = layer(x)
-    return keras.Model(inputs, layers.GlobalAveragePooling1D()(x))
+    steps = layers.Dense(8, "tanh"), Half(), layers.Dense(7, "tanh"), layers.Dense(3)
+    return chain((4, 6), *steps, layers.GlobalAveragePooling1D())
 
 
 def looked_up_again():
@@ -311,19 +312,13 @@ def keras_ops():
 
 
 def shared_layer():
-    inputs = keras.Input((6,))
     shared = layers.Dense(6, activation="tanh", name="shared")
-    x = shared(inputs)
-    x = layers.Dense(6)(x)
-    return keras.Model(inputs, layers.Dense(2)(shared(x)))
+    return chain((6,), shared, layers.Dense(6), shared, layers.Dense(2))
 
 
 def nested_twice():
-    i = keras.Input((6,))
-    h = layers.Dense(6, name="inner_dense")(i)
-    inner = keras.Model(
-        i, layers.BatchNormalization()(layers.Dropout(0.5, seed=2)(h)), name="inner"
-    )
+    dense, drop = layers.Dense(6, name="inner_dense"), layers.Dropout(0.5, seed=2)
+    inner = chain((6,), dense, drop, layers.BatchNormalization(), name="inner")
     inputs = keras.Input((6,))
     x = inner(layers.Dense(6)(inputs))
     return keras.Model(inputs, layers.Dense(2)(inner(x + 1.0)))
@@ -334,8 +329,7 @@ def nested_sequential():
         [layers.Dense(5, activation="relu"), keras.Sequential([layers.Dense(4)], name="deep")],
         name="block",
     )
-    inputs = keras.Input((6,))
-    return keras.Model(inputs, layers.Dense(2)(block(inputs)))
+    return chain((6,), block, layers.Dense(2))
 
 
 def nested_many():
@@ -353,9 +347,8 @@ def nested_many():
 
 
 def nested_masked():
-    i = keras.Input((6, 5))
-    x = layers.SimpleRNN(5, return_sequences=True)(i)
-    reader = keras.Model(i, layers.SimpleRNN(5, return_sequences=True)(x), name="reader")
+    twice = [layers.SimpleRNN(5, return_sequences=True) for _ in range(2)]
+    reader = chain((6, 5), *twice, name="reader")
     ids = keras.Input((6,), dtype="int32")
     embed = keras.Sequential(
         [keras.Input((6,), dtype="int32"), layers.Embedding(9, 5, mask_zero=True)]
@@ -369,29 +362,24 @@ def nested_masked():
 
 
 def nested_other_shape():
-    i = keras.Input((None, None, 2))
-    features = keras.Model(i, layers.Conv2D(3, 3, strides=2)(layers.ZeroPadding2D()(i)), name="f")
-    inputs = keras.Input((8, 8, 2))
-    return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(features(inputs))))
+    steps = layers.ZeroPadding2D(), layers.Conv2D(3, 3, strides=2)
+    features = chain((None, None, 2), *steps, name="f")
+    return chain((8, 8, 2), features, layers.Flatten(), layers.Dense(2))
 
 
 def opaque_rank():
-    i = keras.Input((6,))
-    inner = keras.Model(i, layers.Dense(3)(i), name="inner")
-    inputs = keras.Input((6, 1))
-    return keras.Model(inputs, layers.Dense(2)(inner(inputs)))
+    inner = chain((6,), layers.Dense(3), name="inner")
+    return chain((6, 1), inner, layers.Dense(2))
 
 
 def opaque_regularized():
     inner = keras.Sequential([keras.Input((6,)), layers.Dense(3)], name="inner")
     inner.activity_regularizer = keras.regularizers.L2(0.1)
-    inputs = keras.Input((6,))
-    return keras.Model(inputs, layers.Dense(2)(inner(inputs)))
+    return chain((6,), inner, layers.Dense(2))
 
 
 def opaque_mask():
-    i = keras.Input((6, 5))
-    inner = keras.Model(i, layers.SimpleRNN(5)(i), name="inner")
+    inner = chain((6, 5), layers.SimpleRNN(5), name="inner")
     inputs = keras.Input((6, 5))
     x = layers.Dense(5)(inputs)
     return keras.Model(inputs, inner(x, mask=inputs[..., 0] > 0))
@@ -405,8 +393,7 @@ class Doubled(keras.Model):
 def opaque_subclass():
     i = keras.Input((6,))
     inner = Doubled(i, layers.Dense(3)(i), name="inner")
-    inputs = keras.Input((6,))
-    return keras.Model(inputs, layers.Dense(2)(inner(layers.Dense(6)(inputs))))
+    return chain((6,), layers.Dense(6), inner, layers.Dense(2))
 
 
 def tied_variable():

@@ -7,6 +7,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
+from tests.zoo.models import chain
+
 
 class Block(layers.Layer):
     """A transformer block: masks, a flag, and a weight of its own between the layers."""
@@ -177,20 +179,17 @@ def deaf():
 
 
 def told():
-    ids = keras.Input((5,), dtype="int32")
-    return keras.Model(ids, layers.Dense(3)(Told()(ids)))
+    return chain((5,), Told(), layers.Dense(3), dtype="int32")
 
 
 def halved():
-    x = keras.Input((6,))
-    return keras.Model(x, Halved()(x))
+    return chain((6,), Halved())
 
 
 def twice():
     """One composite layer, called twice, in a Functional model."""
-    block, x = Block(4, name="block"), keras.Input((5, 4))
-    y = block(layers.Dense(4)(block(x)))
-    return keras.Model(x, layers.Dense(3)(layers.GlobalAveragePooling1D()(y)))
+    block, pool = Block(4, name="block"), layers.GlobalAveragePooling1D()
+    return chain((5, 4), block, layers.Dense(4), block, pool, layers.Dense(3))
 
 
 class Pair(layers.Layer):

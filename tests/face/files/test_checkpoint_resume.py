@@ -18,6 +18,7 @@ import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError
 from tests.face.files.test_checkpoints import At, Seen, stop
 from tests.helpers.training import compiled_once, floats
+from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
 
@@ -26,11 +27,8 @@ BATCHES = [(X[i : i + 5], Y[i : i + 5]) for i in range(0, 20, 5)]
 
 
 def compiled(optimizer, loss="mse"):
-    inputs = keras.Input((6,))
-    x = layers.Dropout(0.2)(layers.Dense(8, "tanh")(inputs))
-    wrapped = tnt.PipelineModel(
-        keras.Model(inputs, layers.Dense(3)(x)), num_stages=1, num_micro_batches=1
-    )
+    plain = chain((6,), layers.Dense(8, "tanh"), layers.Dropout(0.2), layers.Dense(3))
+    wrapped = tnt.PipelineModel(plain, num_stages=1, num_micro_batches=1)
     wrapped.compile(optimizer, loss, metrics=["mae"])
     return wrapped
 

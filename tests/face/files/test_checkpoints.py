@@ -18,6 +18,7 @@ from tarantella_pp.callbacks import checkpoint_folder, checkpoint_reader
 from tarantella_pp.errors import TarantellaError
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import BITS, compiled_once, floats, use_float64
+from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -28,10 +29,8 @@ FIT = {"batch_size": 4, "epochs": 3, "verbose": 0, "validation_split": 0.2}
 
 def network():
     keras.utils.set_random_seed(1)
-    inputs = keras.Input((6,))
-    x = layers.Dense(8, activation="tanh")(inputs)
-    x = layers.LayerNormalization()(layers.Dropout(0.3)(x))
-    return keras.Model(inputs, layers.Dense(3)(layers.Dropout(0.2)(x)))
+    first, norm = layers.Dense(8, activation="tanh"), layers.LayerNormalization()
+    return chain((6,), first, layers.Dropout(0.3), norm, layers.Dropout(0.2), layers.Dense(3))
 
 
 def compiled(deferred=False, **options):

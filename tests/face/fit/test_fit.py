@@ -13,7 +13,7 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.schedule import TRAINING_NAMES, ScheduleSpec
 from tests.helpers import training
 from tests.helpers.training import ROUNDING, WEIGHTS, Case, X, Y, distance, make, regression, sgd
-from tests.zoo.models import mlp
+from tests.zoo.models import chain, mlp
 
 pytestmark = pytest.mark.keras
 
@@ -144,9 +144,8 @@ def frozen_and_thawed(model):
 
 
 def normalized():
-    x = inputs = keras.Input((6,))
-    x = layers.BatchNormalization(scale=False, center=False)(layers.Dense(5)(x))
-    return keras.Model(inputs, layers.Dense(3)(layers.Dropout(0.5, seed=3)(x)))
+    norm = layers.BatchNormalization(scale=False, center=False)
+    return chain((6,), layers.Dense(5), norm, layers.Dropout(0.5, seed=3), layers.Dense(3))
 
 
 def functions_forced(model):
@@ -192,9 +191,8 @@ def nothing_trained(model):
 
 
 def without_weights():
-    x = inputs = keras.Input((6,))
-    x = layers.Rescaling(2.0)(layers.Dropout(0.5, seed=3)(x))
-    return keras.Model(inputs, layers.Activation("tanh")(x)[:, :3])
+    drop, tanh = layers.Dropout(0.5, seed=3), layers.Activation("tanh")
+    return chain((6,), drop, layers.Rescaling(2.0), tanh, lambda x: x[:, :3])
 
 
 def frozen():
@@ -212,8 +210,7 @@ def other_shapes(model):
 
 
 def mean_of_all():
-    inputs = keras.Input((6,))
-    return keras.Model(inputs, layers.Dense(3)(ops.mean(inputs, axis=1, keepdims=True)))
+    return chain((6,), lambda x: ops.mean(x, axis=1, keepdims=True), layers.Dense(3))
 
 
 def lengths():

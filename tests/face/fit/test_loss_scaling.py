@@ -9,7 +9,7 @@ from keras import layers, ops
 from tests.helpers import training
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import Case, X, Y, distance, fitted, in_precision, make, regression
-from tests.zoo.models import mlp
+from tests.zoo.models import chain, mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
 
@@ -19,11 +19,10 @@ ROWS, BATCH, ZERO = 12, 4, 6
 
 def kinked():
     """A sample of zeros makes gradients NaN in the first stage, and there only."""
-    inputs = keras.Input((6,))
-    x = layers.Dense(8, use_bias=False, kernel_regularizer="l2")(inputs)
-    x = layers.Lambda(lambda h: ops.sqrt(ops.square(h)))(x)
-    x = layers.Dense(3, activation="tanh", kernel_regularizer="l2", activity_regularizer="l2")(x)
-    return keras.Model(inputs, layers.Activation("softplus")(x))
+    first = layers.Dense(8, use_bias=False, kernel_regularizer="l2")
+    kink = layers.Lambda(lambda h: ops.sqrt(ops.square(h)))
+    last = layers.Dense(3, activation="tanh", kernel_regularizer="l2", activity_regularizer="l2")
+    return chain((6,), first, kink, last, layers.Activation("softplus"))
 
 
 DATA = X.copy()

@@ -13,6 +13,7 @@ from tarantella_pp.runtime.stage.stage import Stage
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import distance
+from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
 
@@ -22,10 +23,9 @@ X = np.random.default_rng(0).integers(0, 9, (4 * ROWS, LENGTH))
 
 
 def language_model():
-    ids = keras.Input((LENGTH,), dtype="int32")
-    x = layers.Embedding(9, 4, name="table")(ids)
-    x = layers.Dense(4, activation="tanh", name="hidden")(x)
-    return keras.Model(ids, layers.Dense(WORDS, name="head")(x))
+    table, head = layers.Embedding(9, 4, name="table"), layers.Dense(WORDS, name="head")
+    hidden = layers.Dense(4, activation="tanh", name="hidden")
+    return chain((LENGTH,), table, hidden, head, dtype="int32")
 
 
 def pipeline(metrics=None, loss=None, batch_size=ROWS, **options):
@@ -152,10 +152,8 @@ def test_stages_hold_at_the_most_what_the_plan_says(schedule, recompute, monkeyp
         del held[stage.boundary.index][key]
         return results
 
-    x = inputs = keras.Input((16,))
-    for _ in range(6):
-        x = layers.Dense(16, activation="relu")(x)
-    model = keras.Model(inputs, layers.Dense(1)(x))
+    hidden = [layers.Dense(16, activation="relu") for _ in range(6)]
+    model = chain((16,), *hidden, layers.Dense(1))
     options = {"batch_size": 32, "schedule": schedule, "balance": "flops"}
     whole = tnt.PipelineModel(model, 2, 4, **options)
     wrapped = tnt.PipelineModel(model, 2, 4, **options, recompute=recompute)

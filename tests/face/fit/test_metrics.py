@@ -15,7 +15,7 @@ from tests.helpers import training
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import BATCH, LABELS, ROUNDING, WEIGHTED, Case, X, distance, make, sgd
-from tests.zoo.models import perceptron
+from tests.zoo.models import chain, perceptron
 
 pytestmark = pytest.mark.keras
 
@@ -143,8 +143,7 @@ def watched():
     for i, kind in enumerate(SEEN.values()):
         x = Watched(*kind, name=f"watched_{i}")(x)
         x = twice(layers.Dense(6, activation="tanh")(x)) if i < 2 else x
-    inner = keras.Input((6,))
-    nested = keras.Model(inner, Watched(*SEEN["sum"], name="inner")(inner))
+    nested = chain((6,), Watched(*SEEN["sum"], name="inner"))
     model = keras.Model(inputs, layers.Softmax()(layers.Dense(3)(nested(x))))
     for i, metric in enumerate(model.metrics):
         metric.name = f"seen_{i}"
@@ -196,8 +195,7 @@ class ByItsMetric(layers.Layer):
 
 
 def test_a_layer_that_computes_with_its_metric_is_refused_by_name():
-    inputs = keras.Input((6,))
-    model = PipelineModel(keras.Model(inputs, layers.Dense(3)(ByItsMetric()(inputs))), 1, 2)
+    model = PipelineModel(chain((6,), ByItsMetric(), layers.Dense(3)), 1, 2)
     model.compile(sgd(), "mse")
     with pytest.raises(UnsupportedModelError, match=r"'eye' computes with .* metric 'seen'"):
         model.train_on_batch(X, ONE_HOT)
@@ -205,9 +203,8 @@ def test_a_layer_that_computes_with_its_metric_is_refused_by_name():
 
 def test_a_metric_in_a_layer_that_shows_nothing_at_first_is_a_mean():
     def build():
-        x = inputs = keras.Input((6,))
-        x = Watched(*SEEN["late"], name="eye")(layers.Dense(6)(x))
-        return keras.Model(inputs, layers.Dense(3, activation="softmax")(x))
+        eye = Watched(*SEEN["late"], name="eye")
+        return chain((6,), layers.Dense(6), eye, layers.Dense(3, activation="softmax"))
 
     one, found = case([], build), []
     for model in make(one), make(one, num_stages=2, num_micro_batches=3):
@@ -224,9 +221,8 @@ def test_a_metric_in_a_layer_that_shows_nothing_at_first_is_a_mean():
 )
 def test_a_metric_in_a_layer_that_micro_batches_would_change_is_refused_by_name(see):
     def build():
-        x = inputs = keras.Input((6,))
-        x = layers.Dense(6)(Watched(lambda: MEAN("seen"), see, name="eye")(x))
-        return keras.Model(inputs, layers.Dense(3, activation="softmax")(x))
+        eye = Watched(lambda: MEAN("seen"), see, name="eye")
+        return chain((6,), eye, layers.Dense(6), layers.Dense(3, activation="softmax"))
 
     one = case([], build)
     model = make(one, num_stages=2, num_micro_batches=3)

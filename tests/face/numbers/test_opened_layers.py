@@ -16,6 +16,7 @@ from tests.helpers import training
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import ROUNDING, Case, X, Y, distance, evenly, finish, make, regression
 from tests.zoo import opened
+from tests.zoo.models import chain
 
 pytestmark = pytest.mark.keras
 
@@ -173,8 +174,7 @@ def test_layers_without_values_are_opened_and_those_that_do_the_same_are_looked_
     ],
 )
 def test_a_layer_stays_whole_where_its_inside_cannot_be_parted(how, why):
-    x = keras.Input((6,))
-    model = keras.Model(x, keras.layers.Dense(3)(opened.Pair(how)(x)))
+    model = chain((6,), opened.Pair(how), keras.layers.Dense(3))
     read = extract(model)
     assert [call.kind for call in read.at_level(12).calls] == ["Pair", "Dense"]
     assert re.search(why, read.kept_whole["pair"])
@@ -183,16 +183,15 @@ def test_a_layer_stays_whole_where_its_inside_cannot_be_parted(how, why):
 
 
 def test_calls_that_draw_from_one_seed_stay_on_one_stage():
-    x = keras.Input((6,))
-    y = keras.layers.Dense(3)(opened.Pair("again")(keras.layers.Dense(6)(x)))
-    plan = tnt.make_plan(keras.Model(x, y), 3, num_micro_batches=1)
+    model = chain((6,), keras.layers.Dense(6), opened.Pair("again"), keras.layers.Dense(3))
+    plan = tnt.make_plan(model, 3, num_micro_batches=1)
     found = zip(plan.node_names, plan.assignment, strict=True)
     assert [stage for name, stage in found if "/dropout" in name] == [1, 1]
 
 
 def test_functions_of_tensorflow_are_opened_and_keep_working():
-    layer, x, ones = opened.Pair("function"), keras.Input((6,)), np.ones((1, 6))
-    model = keras.Model(x, keras.layers.Dense(3)(layer(x)))
+    layer, ones = opened.Pair("function"), np.ones((1, 6))
+    model = chain((6,), layer, keras.layers.Dense(3))
     names = [f"pair/{part.name}" for part in (layer.first, layer.second)]
     assert [call.name for call in extract(model).at_level(12).calls][:2] == names
     np.testing.assert_allclose(layer(ones), layer.second(layer.first(ones)))

@@ -18,6 +18,7 @@ from tests.helpers import training
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import LABELS, ROUNDING, SAMPLES, WEIGHTS, X, adamw, distance, refused
+from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.usefixtures("untried")]
 
@@ -42,9 +43,8 @@ class Gone(Batches):
 def compiled(wrap):
     """Weights of whole cache lines, which are packed for messages without gaps."""
     keras.utils.set_random_seed(1)
-    inputs = keras.Input((6,))
-    x = layers.Dense(8, activation="tanh")(inputs)
-    model = wrap(keras.Model(inputs, layers.Dense(8, activation="softmax")(x)))
+    dense = [layers.Dense(8, activation=name) for name in ("tanh", "softmax")]
+    model = wrap(chain((6,), *dense))
     eagerly = not isinstance(model, tnt.PipelineModel)  # the same numbers, sooner
     measured = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
     model.compile(adamw(), "sparse_categorical_crossentropy", run_eagerly=eagerly, **measured)

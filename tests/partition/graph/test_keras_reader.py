@@ -136,14 +136,9 @@ def test_shapes_inside_a_nested_model_are_those_of_the_call():
 
 
 def test_unknown_sizes_are_assumed_and_said():
-    graph = extract(of(layers.Dense(2), (None, 3)), assumed_size=10).graph
+    graph = extract(models.chain((None, 3), layers.Dense(2)), assumed_size=10).graph
     assert graph.assumed_size == 10
     assert graph.tensors[graph.outputs[0]].bytes_per_sample == 10 * 2 * 4
-
-
-def of(layer, shape, **options):
-    inputs = keras.Input(shape, **options)
-    return keras.Model(inputs, layer(inputs))
 
 
 class Subclassed(keras.Model):
@@ -167,7 +162,7 @@ def deep():
         def call(self, x, training=False):
             return (x, 2 * x) if training else x
 
-    return of(Aux(name="aux"), (3,))
+    return models.chain((3,), Aux(name="aux"))
 
 
 def optional():
@@ -192,8 +187,8 @@ def optional():
         (lambda: layers.Dense(2), "Expected a Keras model"),
         (lambda: None, "Expected a Keras model.*NoneType"),
         (passes_an_input_on, "its inputs as they are"),
-        (lambda: of(layers.Dense(2), (4,), sparse=True), "sparse.*Make it dense"),
-        (lambda: of(layers.StringLookup(), (), dtype="string"), "string.*data pipeline"),
+        (lambda: models.chain((4,), layers.Dense(2), sparse=True), "sparse.*Make it dense"),
+        (lambda: models.chain((), layers.StringLookup(), dtype="string"), "string.*data pipeline"),
         (optional, "'b' is optional"),
         (deep, r"'aux' .Aux. returns another number .*training \(2\).*\(1, on.*Return all in both"),
         (step_by_step, "as an integer.*Call it on some samples first"),

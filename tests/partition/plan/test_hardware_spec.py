@@ -26,10 +26,8 @@ pytestmark = pytest.mark.keras
 
 def work_of(*stack, shape=(6,), dtype="float32"):
     """Work of layers that are followed by another one, which has the loss."""
-    x = inputs = keras.Input(shape, dtype=dtype)
-    for layer in (*stack, layers.Rescaling(2.0)):
-        x = layer(x)
-    return node_work(extract(keras.Model(inputs, x)).graph)[:-1]
+    model = models.chain(shape, *stack, layers.Rescaling(2.0), dtype=dtype)
+    return node_work(extract(model).graph)[:-1]
 
 
 def test_what_moves():

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import keras
 import msgspec
 import pytest
 from keras import layers
@@ -26,10 +25,7 @@ READ = {build.__name__: extract(build()).graph for build in (
 
 
 def graph_of(*steps):
-    x = inputs = keras.Input((16,))
-    for step in steps:
-        x = step(x)
-    return extract(keras.Model(inputs, x)).graph
+    return extract(models.chain((16,), *steps)).graph
 
 
 def dense(activation=None):

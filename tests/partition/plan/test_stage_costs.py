@@ -19,16 +19,9 @@ from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries
 from tarantella_pp.schedule import HeldAgain
 from tests.helpers.plans import costs_of
 from tests.zoo import models
+from tests.zoo.models import chain
 
 pytestmark = pytest.mark.keras
-
-
-def chain(shape, *steps, dtype="float32"):
-    """A model that puts a trainable layer first, so that gradients flow through all steps."""
-    x = inputs = keras.Input(shape, dtype=dtype)
-    for step in steps:
-        x = step(x)
-    return keras.Model(inputs, x)
 
 
 def attention(**kwargs):
@@ -37,6 +30,7 @@ def attention(**kwargs):
 
 
 def start():
+    """Trains, so that gradients flow through all steps behind it."""
     return layers.Dense(16)
 
 

@@ -13,6 +13,7 @@ from keras import layers
 import tarantella_pp as tnt
 from tests.helpers.mpi import mpi_run
 from tests.zoo.message_memory import MessageMemory
+from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
@@ -26,13 +27,11 @@ WAYS: list[tuple[dict[str, Any], str]] = [
 
 def model() -> keras.Model:
     """A table whose gradient is rows, and kernels of 512 KiB."""
-    x = ids = keras.Input((IDS,), dtype="int32")
-    x = layers.Embedding(1000, WIDTH)(x)
-    x = layers.GlobalAveragePooling1D()(x)
+    steps = [layers.Embedding(1000, WIDTH), layers.GlobalAveragePooling1D()]
     for _ in range(DEPTH // 2):
-        x = layers.Dense(2 * WIDTH, activation="tanh", use_bias=False)(x)
-        x = layers.Dense(WIDTH, use_bias=False)(x)
-    return keras.Model(ids, x)
+        steps.append(layers.Dense(2 * WIDTH, activation="tanh", use_bias=False))
+        steps.append(layers.Dense(WIDTH, use_bias=False))
+    return chain((IDS,), *steps, dtype="int32")
 
 
 def held_bytes() -> list[list[int]]:

@@ -12,6 +12,7 @@ from tarantella_pp.runtime.probes.compilation_probe import value_kinds
 from tarantella_pp.runtime.probes.parts import MEAN, ROWS, SUM
 from tarantella_pp.runtime.weights.optimizer_probe import check_division, treats_weights_apart
 from tests.helpers.training import distance, sgd
+from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -41,13 +42,10 @@ class Adds(layers.Layer):
 
 def model_of(*inner, ids=False):
     keras.utils.set_random_seed(1)
-    inputs = keras.Input((5,), dtype="int32" if ids else None)
-    x = layers.Flatten()(layers.Embedding(7, 2)(inputs)) if ids else inputs
-    x = layers.Dense(5, activation="tanh")(x)
-    for layer in inner:
-        x = layer(x)
-    x = layers.Dense(4, activity_regularizer="l2")(x)
-    return keras.Model(inputs, layers.Dense(5)(x))
+    words = [layers.Embedding(7, 2), layers.Flatten()] if ids else []
+    start = [*words, layers.Dense(5, activation="tanh")]
+    end = layers.Dense(4, activity_regularizer="l2"), layers.Dense(5)
+    return chain((5,), *start, *inner, *end, dtype="int32" if ids else None)
 
 
 def total(x):

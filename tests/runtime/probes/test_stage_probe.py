@@ -17,6 +17,7 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.probes import parts
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace
 from tests.helpers.training import distance, in_precision, sgd
+from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -47,10 +48,8 @@ class Own(layers.Layer):
 
 def between(*inner):
     keras.utils.set_random_seed(1)
-    x = inputs = keras.Input((5,))
-    for layer in (layers.Dense(5, activation="tanh", name="before"), *inner):
-        x = layer(x)
-    return keras.Model(inputs, layers.Dense(5, name="last")(x))
+    before = layers.Dense(5, activation="tanh", name="before")
+    return chain((5,), before, *inner, layers.Dense(5, name="last"))
 
 
 def own(function, **options):
@@ -111,9 +110,8 @@ def mix_up():
 
 
 def shifted_by_operations():
-    inputs = keras.Input((5,))
-    x = layers.Dense(5)(inputs)
-    return keras.Model(inputs, layers.Dense(5)(x - ops.mean(x, axis=0, keepdims=True)))
+    first, last = layers.Dense(5), layers.Dense(5)
+    return chain((5,), first, lambda x: x - ops.mean(x, axis=0, keepdims=True), last)
 
 
 class Loop(layers.Layer):
@@ -164,12 +162,9 @@ GENERATOR = tf.random.Generator.from_seed(3)
 
 def turned(*inner):
     """Time before samples, where cuts are."""
-    inputs = keras.Input((4, 5))
-    x = ops.transpose(layers.Dense(5, activation="tanh")(inputs), (1, 0, 2))
-    for layer in inner:
-        x = layer(x)
-    x = layers.Flatten()(ops.transpose(x, (1, 0, 2)))
-    return keras.Model(inputs, layers.Dense(5)(x))
+    turn = functools.partial(ops.transpose, axes=(1, 0, 2))
+    start, end = layers.Dense(5, activation="tanh"), (layers.Flatten(), layers.Dense(5))
+    return chain((4, 5), start, turn, *inner, turn, *end)
 
 
 class Watched(layers.Layer):
@@ -290,26 +285,22 @@ class Said(keras.Operation):
 
 
 def said():
-    inputs = keras.Input((5,))
-    return keras.Model(inputs, Said(name="lie")(layers.Dense(5)(inputs)))
+    return chain((5,), layers.Dense(5), Said(name="lie"))
 
 
 def tied_past_its_layer():
     """A Lambda reads the table of an embedding, as tied softmax layers do."""
-    inputs = keras.Input((5,), dtype="int32")
-    table = layers.Embedding(7, 4, name="table")
-    x = layers.Dense(4, activation="tanh")(table(inputs))
-    x = layers.Lambda(lambda x: ops.matmul(x, ops.transpose(table.embeddings)))(x)
-    return keras.Model(inputs, layers.Dense(5)(layers.Flatten()(x)))
+    table, tanh = layers.Embedding(7, 4, name="table"), layers.Dense(4, activation="tanh")
+    again = layers.Lambda(lambda x: ops.matmul(x, ops.transpose(table.embeddings)))
+    return chain((5,), table, tanh, again, layers.Flatten(), layers.Dense(5), dtype="int32")
 
 
 def reads_past(first, name, around=lambda function: function):
     """A Lambda scales with a weight of the first layer."""
-    inputs = keras.Input((5,))
-    x = first(inputs)
+    first.build((None, 5))
     weight = next(w for w in first.weights if w.name == name)
-    x = layers.Lambda(around(lambda x: x * ops.sum(weight)))(layers.Dense(5)(x))
-    return keras.Model(inputs, x)
+    reads = layers.Lambda(around(lambda x: x * ops.sum(weight)))
+    return chain((5,), first, layers.Dense(5), reads)
 
 
 def reads_frozen():
@@ -317,9 +308,8 @@ def reads_frozen():
 
 
 def stateful():
-    inputs = keras.Input(batch_shape=(6, 4, 5))
-    x = layers.Bidirectional(layers.LSTM(3, stateful=True))(inputs)
-    return keras.Model(inputs, layers.Dense(5)(x))
+    both = layers.Bidirectional(layers.LSTM(3, stateful=True))
+    return chain(None, both, layers.Dense(5), batch_shape=(6, 4, 5))
 
 
 class Centred(layers.Layer):

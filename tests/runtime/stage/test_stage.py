@@ -16,6 +16,7 @@ from tarantella_pp.runtime.stage.graph_split import CutError
 from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries
 from tarantella_pp.schedule import Schedule, make_schedule
 from tests.helpers.training import distance, in_precision
+from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
 
@@ -75,10 +76,8 @@ def plain(policy, parts):
 
 def whole(parts=IN_HALF):
     keras.utils.set_random_seed(1)
-    x = inputs = keras.Input((5, 4))
-    for part in parts:
-        x = part(layers.Dense(4)(x))
-    return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
+    steps = [step for part in parts for step in (layers.Dense(4), part)]
+    return chain((5, 4), *steps, layers.GlobalAveragePooling1D(), layers.Dense(2))
 
 
 def trained(model):
@@ -159,10 +158,9 @@ def products(functions):
 
 
 def test_frozen_stages_keep_nothing_and_others_the_operands_of_their_products():
-    x = keras.Input((4,))
-    y = layers.Dense(3, activation="tanh", trainable=False)(x)
-    y = layers.Dense(3, "relu")(layers.Dense(5, "tanh")(y))
-    extracted = extract(keras.Model(x, layers.Dense(2)(y)))
+    frozen = layers.Dense(3, activation="tanh", trainable=False)
+    rest = layers.Dense(5, "tanh"), layers.Dense(3, "relu"), layers.Dense(2)
+    extracted = extract(chain((4,), frozen, *rest))
     boundaries = stage_boundaries(extracted.graph, (0, 1, 1, 2), 3)
     first, second = (stages.Stage(b, [extracted.calls[n] for n in b.nodes]) for b in boundaries[:2])
     outputs, _ = first.forward(0, [tf.ones((2, 4))])

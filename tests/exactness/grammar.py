@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from keras import layers, ops
 
 from tests.helpers.training import Case
-from tests.zoo.models import AddsLoss
+from tests.zoo.models import AddsLoss, chain
 
 ROWS, TIMES, WIDTH, IDS = 12, 4, 4, 5
 Tensor = Any
 
 
 def nested(x: Tensor) -> Tensor:
-    inner = keras.Input(x.shape[1:])
-    y = layers.Dense(WIDTH, activation="tanh")(layers.LayerNormalization()(inner))
-    return keras.Model(inner, y)(x)
+    steps = layers.LayerNormalization(), layers.Dense(WIDTH, activation="tanh")
+    return chain(x.shape[1:], *steps)(x)
 
 
 def branches(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from keras import layers, metrics, ops
 from tests.exactness import trials
 from tests.exactness.trials import ROUNDING, Part, Trial, arguments_of, classes_in, steps
 from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
+from tests.zoo.models import chain
 
 NOT_TRIED = {"Metric": "the base class of all metrics"}
 
@@ -60,12 +61,9 @@ class Watched(layers.Layer):
 def model_of(
     units: int, activation: str, dtype: str | None = None, watched: Sequence[Make] = ()
 ) -> keras.Model:
-    inputs = keras.Input((5,))
-    x = layers.Dense(CLASSES, activation="sigmoid")(inputs)
-    for make in watched:
-        x = Watched(make())(x)
-    x = layers.Dense(4, activation="tanh")(x)
-    return keras.Model(inputs, layers.Dense(units, activation=activation, dtype=dtype)(x))
+    sees = [Watched(make()) for make in watched]
+    first, hidden = layers.Dense(CLASSES, activation="sigmoid"), layers.Dense(4, activation="tanh")
+    return chain((5,), first, *sees, hidden, layers.Dense(units, activation, dtype=dtype))
 
 
 MODELS = {

@@ -11,6 +11,7 @@ from keras import layers, optimizers
 
 from tests.exactness.trials import Part, Trial, arguments_of, classes_in, training
 from tests.helpers.training import SAMPLES, Case, integers
+from tests.zoo.models import chain
 
 NOT_TRIED = {
     "Optimizer": "the base class of all optimizers",
@@ -48,9 +49,7 @@ WEIGHTS = {"sample_weight": np.random.default_rng(4).uniform(0.2, 2, size=SAMPLE
 
 def build() -> keras.Model:
     """A model with a matrix, a vector and an embedding, whose gradients are sparse."""
-    ids = keras.Input((4,), dtype="int32")
-    x = layers.Flatten()(layers.Embedding(6, 3)(ids))
-    return keras.Model(ids, layers.Dense(3)(x))
+    return chain((4,), layers.Embedding(6, 3), layers.Flatten(), layers.Dense(3), dtype="int32")
 
 
 def kinds() -> dict[str, Callable[[], optimizers.Optimizer]]:

@@ -243,6 +243,11 @@ def compiled_once(build: Callable[..., keras.Model]) -> Callable[..., keras.Mode
     return restarted
 
 
+def state_of(model: keras.Model) -> list[np.ndarray]:
+    """What training has made of a model: weights, and what the optimizer keeps."""
+    return [*model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
+
+
 def begin_again(model: keras.Model, start: list[np.ndarray]) -> keras.Model:
     """Has a model, also one on ranks, forget its training; to compile it anew takes longer."""
     model.set_weights(start)

@@ -16,7 +16,7 @@ from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tests.helpers import training
 from tests.helpers.files import error_of, held_bytes
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import ROUNDING, distance, use_float64
+from tests.helpers.training import ROUNDING, distance, state_of, use_float64
 from tests.zoo.models import FromArray, mlp, sequential
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
@@ -99,11 +99,6 @@ def saved(path, model, x=X, optimizer="adam"):
     model.compile(optimizer, "mse", metrics=["mae"])
     gone_on(model, x)
     model.save(path)
-
-
-def state_of(model):
-    slots = (variable.numpy() for variable in model.optimizer.variables)
-    return [[*model.get_weights(), *slots]]
 
 
 def gone_on(model, x):

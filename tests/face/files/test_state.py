@@ -12,10 +12,11 @@ from keras import layers
 
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
+from tests.helpers import training
 from tests.helpers.draws import more_asked_for
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import IDS, ROUNDING, X, Y, distance, integers, use_float64
+from tests.helpers.training import IDS, ROUNDING, X, Y, distance, integers, state_of
 from tests.zoo.models import mlp, tied_head
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
@@ -98,10 +99,6 @@ def whole(name):
     return model
 
 
-def state_of(model):
-    return [*model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
-
-
 def begun(name, folder, **options):
     """Trains as a pipeline and saves."""
     model = compiled_as(name, PipelineModel(built(name), num_micro_batches=2, **options))
@@ -150,7 +147,7 @@ class OddOptimizer(keras.optimizers.SGD):
 
 
 def begin_and_resume(folder, names):
-    use_float64()
+    training.use_float64()
     slots = []
     for name in names:
         if world().rank == 1:

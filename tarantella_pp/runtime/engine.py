@@ -31,6 +31,7 @@ from tarantella_pp.runtime.stage.model_outputs import pack_outputs
 from tarantella_pp.runtime.step_schedules import MemoryCheck, StepSchedules
 from tarantella_pp.runtime.weights.optimizer_probe import check_division
 from tarantella_pp.runtime.weights.rank_weights import PlacedModel, RankWeights
+from tarantella_pp.schedule import Schedule
 
 
 class Engine:
@@ -101,9 +102,7 @@ class Engine:
             prepare()
         self.weights.clock.advance()
         with self._whole_or_nothing(), recorder.step(schedule, batch.rows):
-            self._exchanges = True
-            with self.stages.begun(step) as executor:
-                executor.run(schedule, step)
+            self._run(schedule, step)
             compiled.check_losses(training=True)
             if not compiled.reach_known:  # and so no reduction has started yet
                 self._learn_of_gradients(compiled)
@@ -128,10 +127,7 @@ class Engine:
             self._rehearse(batch, training=False)
             compiled = self._compiled_for(batch)
             step = self._step(batch, compiled, training=False)
-            schedule = self.schedules.inference(len(step.sizes))
-            self._exchanges = True
-            with self.stages.begun(step) as executor:
-                executor.run(schedule, step)
+            self._run(self.schedules.inference(len(step.sizes)), step)
             compiled.check_losses(training=False)
             self.logs = self.shared_logs.share(step)
         return self.logs
@@ -141,10 +137,7 @@ class Engine:
         step = self._step(batch, None, training=False)
         with self._whole_or_nothing():
             self._rehearse(batch, training=False)
-            schedule = self.schedules.inference(len(step.sizes))
-            self._exchanges = True
-            with self.stages.begun(step) as executor:
-                executor.run(schedule, step)
+            self._run(self.schedules.inference(len(step.sizes)), step)
             results = self.shared_logs.share_outputs(step)
         return pack_outputs(self.extracted, self.stages.boundaries[-1], results)
 
@@ -205,6 +198,12 @@ class Engine:
             training=training,
             report=self.shared_logs.report if reports else None,
         )  # fmt: skip
+
+    def _run(self, schedule: Schedule, step: BatchStep) -> None:
+        """Has this rank do its part of a schedule; from here on messages are under way."""
+        self._exchanges = True
+        with self.stages.begun(step) as executor:
+            executor.run(schedule, step)
 
     @contextlib.contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:

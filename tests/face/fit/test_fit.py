@@ -249,15 +249,16 @@ ONE_HOT = np.eye(3)[LABELS]
 def sure_model():
     """Says probabilities of 0 and 1, of which nothing can be learned; of their logits it can."""
     inputs, ids = keras.Input((4,)), keras.Input((4,), dtype="int32")
-    # Comes from the first stage, and is used in the second, too.
-    early = layers.Dense(3, "softmax", kernel_initializer=LARGE)(inputs)
+    # Comes from the first stage, and is used in the second, too. Both models have logs in the order
+    # of names, which must not depend on how many layers there were before.
+    early = layers.Dense(3, "softmax", kernel_initializer=LARGE, name="early")(inputs)
     x = layers.Dense(6, activation="tanh")(layers.Dense(5, activation="tanh")(inputs))
     logits = layers.Dense(3, kernel_initializer=LARGE)(x)
     other_axis = layers.Softmax(axis=1)(layers.Reshape((3, 1))(logits))
     both = layers.Concatenate()([x, early])
     sigmoid = layers.Activation("sigmoid")(layers.Dense(3, kernel_initializer=LARGE)(both))
     words = layers.Embedding(5, 4, mask_zero=True, embeddings_initializer=LARGE)(ids)
-    masked = layers.Dense(3, activation="softmax")(words)
+    masked = layers.Dense(3, activation="softmax", name="masked")(words)
     outputs = [early, ops.softmax(logits), layers.Flatten()(other_axis), sigmoid, masked]
     return keras.Model([inputs, ids], outputs)
 

@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import keras
-import numpy as np
 
 from tarantella_pp.errors import CommunicationError, TarantellaError
 from tarantella_pp.models.pipeline_model import PipelineModel
@@ -20,7 +19,7 @@ from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tests.exactness import expected
 from tests.exactness.expected import BY_MICRO_BATCH, CRASHED, EXACT, REFUSED, Verdict
 from tests.helpers.draws import more_asked_for
-from tests.helpers.training import BITS, ROUNDING, Case, distance
+from tests.helpers.training import BITS, ROUNDING, Case, distance, lists_of
 
 STAGES, MICRO_BATCHES = 2, 4
 EVENLY, UNEVENLY = 8, 7
@@ -31,21 +30,17 @@ MOST_TOGETHER = 16
 def training(model: keras.Model, case: Case, rows: int = EVENLY) -> dict[str, Any]:
     batches = [_batch(case, first, rows) for first in (0, rows, 0)]
     logs = [model.train_on_batch(*batch, return_dict=True) for batch in batches]
-    return _listed({"logs": logs, "weights": model.get_weights()})
+    return lists_of({"logs": logs, "weights": model.get_weights()})
 
 
 def steps(model: keras.Model, case: Case, rows: int = EVENLY) -> dict[str, Any]:
     logs = model.test_on_batch(*_batch(case, rows, rows), return_dict=True)
-    return {"evaluated": _listed(logs)} | training(model, case, rows)
+    return {"evaluated": lists_of(logs)} | training(model, case, rows)
 
 
 def _batch(case: Case, first: int, rows: int) -> Any:
     parts = [case.x, case.y, case.fit.get("sample_weight")]
     return keras.tree.map_structure(lambda p: p[first : first + rows], parts, none_is_leaf=False)
-
-
-def _listed(values: Any) -> Any:
-    return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), values)
 
 
 @dataclass(frozen=True)

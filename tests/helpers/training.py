@@ -175,6 +175,11 @@ def refused(call: Callable[[], object]) -> str:
     return ""
 
 
+def lists_of(values: Any) -> Any:
+    """Arrays, tensors and numbers in a structure as JSON can hold them."""
+    return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), values)
+
+
 Outcome = dict[str, Any]
 """What training leaves behind, as JSON can hold it: every number and every bit of it."""
 
@@ -208,8 +213,8 @@ def finish(model: keras.Model, case: Case, epochs: int = EPOCHS) -> Outcome:
     quiet = {"batch_size": case.batch, "verbose": 0}
     weights = {k: v for k, v in case.fit.items() if k == "sample_weight"}
     evaluation = model.evaluate(case.x, case.y, return_dict=True, **quiet, **weights)
-    predictions = keras.tree.map_structure(np.ndarray.tolist, model.predict(case.x, **quiet))
-    return {**trained, "evaluation": evaluation, "predictions": predictions}
+    predictions = model.predict(case.x, **quiet)
+    return {**trained, "evaluation": evaluation, "predictions": lists_of(predictions)}
 
 
 def data_of_rank(case: Case) -> Case:

@@ -14,7 +14,7 @@ from tarantella_pp.runtime.batch_step import BatchStep
 from tests.helpers import training
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import BATCH, LABELS, ROUNDING, WEIGHTED, Case, X, distance, make, sgd
+from tests.helpers.training import BATCH, LABELS, ROUNDING, Case, X, distance, lists_of, make, sgd
 from tests.zoo.models import chain, perceptron
 
 pytestmark = pytest.mark.keras
@@ -70,25 +70,21 @@ def case(kinds, build=classifier):
 
 def used(model):
     """What a model logs and returns, and what its metrics hold in the end."""
-    quiet = {"batch_size": BATCH, "verbose": 0, **WEIGHTED}
+    quiet = {"batch_size": BATCH, "verbose": 0, **training.WEIGHTED}
     validation = (X[:8], ONE_HOT[:8])
     told = model.fit(X, ONE_HOT, epochs=2, shuffle=False, validation_data=validation, **quiet)
     listed = model.evaluate(X, ONE_HOT, **quiet)
     named = model.evaluate(X, ONE_HOT, return_dict=True, **quiet)
-    results = [_plain(metric.result()) for metric in model.metrics]
+    results = [lists_of(metric.result()) for metric in model.metrics]
     model.reset_metrics()
     batch = model.train_on_batch(X[:7], ONE_HOT[:7], return_dict=True)
-    after = [_plain(metric.result()) for metric in model.metrics]
+    after = [lists_of(metric.result()) for metric in model.metrics]
     kinds = {
         name: [type(value).__name__, str(getattr(value, "dtype", ""))]
         for name, (value, *_) in told.history.items()
     }
     numbers = [told.history, listed, named, results, batch, after]
-    return {"kinds": kinds, "numbers": _plain(numbers)}
-
-
-def _plain(values):
-    return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), values)
+    return {"kinds": kinds, "numbers": lists_of(numbers)}
 
 
 def test_metrics_of_a_subclassed_model_are_in_the_logs():
@@ -209,7 +205,7 @@ def test_a_metric_in_a_layer_that_shows_nothing_at_first_is_a_mean():
     one, found = case([], build), []
     for model in make(one), make(one, num_stages=2, num_micro_batches=3):
         each = [model.train_on_batch(s * X, ONE_HOT, return_dict=True) for s in (1.0, 1e3)]
-        found.append([*map(_plain, each)])
+        found.append([*map(lists_of, each)])
     assert distance(found[0][1], found[1][1]) < ROUNDING
     assert found[0][1]["seen"] > found[0][0]["seen"] == 0
 
@@ -229,7 +225,7 @@ def test_a_metric_in_a_layer_that_micro_batches_would_change_is_refused_by_name(
     with pytest.raises(UnsupportedModelError, match=r"'eye'.*'seen'.*num_micro_batches=1"):
         model.train_on_batch(X, ONE_HOT)
     logs = [
-        _plain(each.train_on_batch(X, ONE_HOT, return_dict=True))
+        lists_of(each.train_on_batch(X, ONE_HOT, return_dict=True))
         for each in (make(one), make(one, num_stages=2, num_micro_batches=1))
     ]
     assert distance(*logs) < ROUNDING
@@ -283,8 +279,8 @@ def use_stages():
         model = make(one, num_stages=2, num_micro_batches=3)
         found[name] = used(model)
         fitted(model, lambda model, n: setattr(model, "stop_training", n == 1))
-        found[f"cut {name}"] = [_plain(metric.result()) for metric in model.metrics]
-        found[f"reset {name}"] = _plain(fitted(model, lambda model, _: model.reset_metrics()))
+        found[f"cut {name}"] = [lists_of(metric.result()) for metric in model.metrics]
+        found[f"reset {name}"] = lists_of(fitted(model, lambda model, _: model.reset_metrics()))
     model.fit(X, ONE_HOT, callbacks=[reading(model, read)], **options)
     return found, read, see(num_stages=2, num_micro_batches=3)
 
@@ -306,7 +302,7 @@ class Largest(keras.metrics.Metric):
 def use_replicas():
     """Metrics in layers on replicas, and a maximum over samples, which does not add up."""
     model = make(CASES["in layers"], num_stages=1, num_micro_batches=2)
-    found = [_plain(model.test_on_batch(X[:1], ONE_HOT[:1], return_dict=True))]
+    found = [lists_of(model.test_on_batch(X[:1], ONE_HOT[:1], return_dict=True))]
     found.append(used(model)["numbers"])
     for stages in (1, 2):
         eye = Watched(Largest, lambda x: x, name="eye")
@@ -330,7 +326,7 @@ def test_every_rank_has_the_logs_and_the_metrics_of_one_process():
     check_stages(first, second)
     one = make(CASES["in layers"]).test_on_batch(X[:1], ONE_HOT[:1], return_dict=True)
     for of_one, found, refused, largest in (summed, also_summed):
-        assert distance(_plain(one), of_one) < ROUNDING
+        assert distance(lists_of(one), of_one) < ROUNDING
         assert distance(in_keras("in layers")["numbers"], found) < ROUNDING
         assert re.search("'eye'.*'largest'.*num_replicas=2", refused)
         assert largest == pytest.approx(X.max())

@@ -93,6 +93,13 @@ def rebuild(optimizer: Any, weights: Sequence[Any]) -> None:
 
 def divide(optimizer: Any, weights: Sequence[Any], share: Sequence[Any]) -> list[Place]:
     """Makes an optimizer one for a part of a model; see `rebuild`."""
+    for name, value in vars(optimizer).items():
+        if isinstance(value, keras.optimizers.Optimizer) and value not in parts_of(optimizer):
+            raise UnsupportedModelError(
+                f"Optimizer {type(optimizer).__name__} keeps another one, '{name}', whose slots "
+                "are not among its own, so they cannot be divided among ranks. Derive its class "
+                f"from {type(value).__name__} instead, or train replicas: tnt.Model(model)."
+            )
     held, built = trained_by(optimizer), optimizer.built
     values = _take_down(optimizer)
     stand_ins = [_stand_in(weight) for weight in weights]
@@ -159,7 +166,7 @@ def drop_value(variable: Any) -> None:
 
 def give_value(variable: Any, value: Any) -> None:
     """Gives a variable without one a value of its shape."""
-    value = tf.cast(tf.convert_to_tensor(value), variable._dtype)
+    value = tf.cast(tf.convert_to_tensor(value, dtype_hint=variable._dtype), variable._dtype)
     if variable._value is None:
         variable._initializer = None
         with _scope_of(variable):

@@ -23,7 +23,7 @@ from tarantella_pp.internals.training import (
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.runtime.batch import Batch, made_of
-from tarantella_pp.runtime.comm.collective import on_one_rank
+from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.comm.process_groups import refuse_unlike
 from tarantella_pp.runtime.loss import BatchLoss
 from tarantella_pp.runtime.probes.compilation_probe import (
@@ -188,7 +188,7 @@ class OptimizerStep:
     def _regularization(self) -> tf.Tensor:
         """The sum of the weight regularizers, once per batch; in Keras' default float type."""
         dtype = keras.config.floatx()
-        terms = [tf.cast(w.regularizer(w), dtype) for w in self._weights if w.regularizer]
+        terms = [tf.cast(_penalty(w), dtype) for w in self._weights if w.regularizer]
         return tf.add_n([tf.zeros((), dtype), *terms])
 
     def _local_gradients(
@@ -245,10 +245,17 @@ class OptimizerStep:
             return gradient
         scale = optimizers.loss_scale(self.optimizer)
         with tf.GradientTape() as tape:
-            penalty = weight.regularizer(weight)
+            penalty = _penalty(weight)
         seed = None if scale is None else tf.cast(scale, penalty.dtype)
         own = tape.gradient(penalty, weight.value, output_gradients=seed)
-        return own if gradient is None else tf.convert_to_tensor(gradient) + own
+        if own is None or gradient is None:
+            return gradient if own is None else own
+        return tf.convert_to_tensor(gradient) + own
+
+
+def _penalty(weight: Any) -> tf.Tensor:
+    """What the regularizer of a weight adds to the loss, of any shape as in Keras."""
+    return tf.reduce_sum(tf.convert_to_tensor(weight.regularizer(weight)))
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
@@ -333,6 +340,12 @@ class Compilation:
         y, weight = (made_of(description, keras.KerasTensor) for description in batch.targets)
         outputs = unpacked(extracted.outputs_struct)
         self.loss_per_sample = bool(build_metrics(model, y, outputs, weight))
+        if self.loss_per_sample and placed.groups.num_replicas > 1:
+            raise ConfigurationError(
+                "Replicas add up their losses, and the compiled loss has a value for each sample "
+                "instead of one for the batch. Use reduction='sum_over_batch_size' or 'sum'. "
+                f"Received: reduction=None, num_replicas={placed.groups.num_replicas}"
+            )
         self.coupling, kinds = loss_kinds(compiled_loss(model), extracted, y)
         given = y, outputs, weight
         constants = refuse_weights_reached(model, extracted, weights.table, last_rank, given)
@@ -355,6 +368,7 @@ class Compilation:
         self._last_rank = last_rank
         self._communicator = ranks
         self._why_whole: dict[bytes, str | None] = {}
+        on_all_ranks(ranks, "compute the penalties of its weights", self.penalty)
 
     def outputs(self, batch: Batch) -> OutputUse:
         """What loss and metrics need of the model's outputs; all ranks must call it."""

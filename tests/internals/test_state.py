@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tarantella_pp.errors import StaleWeightError
+from tarantella_pp.errors import StaleWeightError, UnsupportedModelError
 from tarantella_pp.internals import state
 from tarantella_pp.internals.optimizers import count_step, parts_of
 from tarantella_pp.runtime.weights.remote_variables import StepCounter, is_stale, make_remote
@@ -45,6 +45,10 @@ def test_an_optimizer_for_a_part_is_as_if_it_had_been_built_for_it(weights):
     state.rebuild(optimizer, [])
     assert not optimizer.built
     assert len(optimizer.variables) == 2
+    optimizer.inside = keras.optimizers.SGD()
+    with pytest.raises(UnsupportedModelError, match="AdamW keeps another one, 'inside'"):
+        state.divide(optimizer, weights, weights[1:])
+    del optimizer.inside
     several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(optimizer, {}))
     state.divide(several, weights, weights[1:])
     assert parts_of(several)[1:] == [optimizer], "_inner_optimizers, _optimizer_map"
@@ -159,4 +163,7 @@ def test_variables_are_made_without_values_and_get_them_later():
     assert state.initializer_of(layer.kernel) is None
     np.testing.assert_array_equal(layer.kernel.numpy(), expected.kernel.numpy())
     state.give_value(layer.bias, np.ones(3))
+    double = keras.Variable(np.zeros(()), dtype="float64")
+    state.give_value(double, 1.1)
+    assert double.numpy() == 1.1
     np.testing.assert_array_equal(layer.get_weights()[1], np.ones(3))

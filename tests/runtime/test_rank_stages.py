@@ -62,8 +62,18 @@ UNSEEDED = {
     "regularizer": "The regularizer of .*kernel' has other constants",
     "variable": "Layer 'odd' has other constants",
     "rounding": "^$",
+    "infinite": "Layer 'odd' has other constants",
+    "slope": "Layer 'odd' has other constants",
+    "table": "Layer 'odd' has other constants",
+    "smallest": "^$",
+    "values": "Replicas add up their losses.*num_replicas=2",
+    "fails": "^TypeError: of its own$",
 }
 """What is said where each rank has drawn numbers of its own."""
+
+
+def fails(weight):
+    raise TypeError("of its own")
 
 
 def unseeded(where):
@@ -71,16 +81,30 @@ def unseeded(where):
     large = tf.constant(np.full((200, 1), own if where == "captured" else 1.0))
     drawn = tf.Variable(own if where == "variable" else 1.0, dtype="float64")
     factor = {"layer": own, "rounding": 1 + 1e-12 * own}.get(where, 1.0)
-    odd = layers.Lambda(lambda x: factor * drawn * x * large[0, 0], name="odd")
-    model = PipelineModel(keras.Sequential([keras.Input((4,)), odd, layers.Dense(4)]), 1)
+    order = [1, 2, 3][:: (-1) ** world().rank if where == "table" else 1]
+    table = layers.IntegerLookup(vocabulary=order)
+    more = {
+        "infinite": lambda x: x + np.where(np.arange(4) == own, -np.inf, 0),
+        "slope": lambda x: tf.nn.leaky_relu(x, 0.1 * own),
+        "table": lambda x: x + ops.cast(table(ops.cast(x, "int64")), x.dtype),
+        "smallest": lambda x: x + ops.cast(ops.argmin(x, -1, keepdims=True), x.dtype),
+    }.get(where, ops.relu)
+    odd = layers.Lambda(lambda x: factor * drawn * more(x) * large[0, 0], name="odd")
+    stages = 1 + (where == "fails")
+    model = PipelineModel(keras.Sequential([keras.Input((4,)), odd, layers.Dense(4)]), stages)
     if where == "regularizer":
         model.trainable_variables[0].regularizer = lambda w: own * ops.sum(w)
+    elif where == "fails":
+        model.trainable_variables[0].regularizer = fails
+    elif where == "values":
+        model.compile(sgd(), keras.losses.MeanSquaredError("none"))
+        return error_of(lambda: model.fit(X, Y, verbose=0))
 
     def of(place):
         return lambda y, p: ops.mean((own if where == place else 1.0) * (y - p) ** 2, -1)
 
     model.compile(sgd(), of("loss"), metrics=[of("metric")])
-    return error_of(lambda: model.fit(X, Y, verbose=0))
+    return error_of(lambda: model.fit(X, Y, verbose=0)).rpartition("of its weights: ")[2]
 
 
 def attempts():

@@ -122,7 +122,7 @@ def refuse_unlike(groups: ProcessGroups, mine: Sequence[tuple[Callable[[], str],
         first, *others = groups.peers.allgather_json([number for _, number in mine])
         for rank, theirs in zip(groups.peers.world_ranks[1:], others, strict=True):
             for (where, _), one, other in zip(mine, first, theirs, strict=False):
-                if abs(one - other) > 1e-5 * one:  # `sin` may round otherwise on other CPUs
+                if abs(one - other) > 1e-5 * abs(one):  # `sin` may round otherwise on other CPUs
                     raise ConfigurationError(
                         f"{where()} has other constants or operations on rank {rank} than on rank "
                         f"{groups.peers.world_ranks[0]}, so replicas would train different "

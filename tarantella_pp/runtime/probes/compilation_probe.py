@@ -363,40 +363,66 @@ def refuse_weights_reached(
             if row.variable is not own
         )
 
+    def tried(
+        what: str, weights: Sequence[Any], function: Any, given: Any, advice: str
+    ) -> set[int]:
+        constants, kept = _tried_alone(what, weights, function, given, advice)
+        found.extend(constants)
+        return kept
+
     loss, metrics = compiled_loss(model), compiled_metrics(model)
     if loss is not None and not all(map(made_by_keras, losses_of_outputs(loss))):
         advice = "Add what follows from weights with `add_loss`, in a layer that has them."
-        found += _refuse("The loss", others(last_rank), SecondLoss(loss), given, advice)
+        tried("The loss", others(last_rank), SecondLoss(loss), given, advice)
     if metrics is not None and not all(map(made_by_keras, metrics.metrics)):
         advice = "Report what follows from weights in a callback, after `get_weights()`."
-        found += _refuse("A metric", others(last_rank), metrics.update_state, given, advice)
+        tried("A metric", others(last_rank), metrics.update_state, given, advice)
+    trainers: dict[int, int] = {}  # of the weight whose constraint has written something
     for weight in model.trainable_variables:
         mine, own = table[weight], keras.KerasTensor(tuple(weight.shape), weight.dtype)
         if (regularizer := weight.regularizer) is not None and not made_by_keras(regularizer):
             advice = "Add what follows from both with `add_loss`, in a layer that has both."
             what = f"The regularizer of '{weight.path}'"
-            found += _refuse(what, others(mine.owner, weight), regularizer, (own,), advice)
+            if tried(what, others(mine.owner, weight), regularizer, (own,), advice):
+                raise UnsupportedModelError(
+                    f"{what} writes a variable or draws random numbers. It runs for the loss and "
+                    "for its gradient, on each rank that needs them, and not once for each batch. "
+                    "Let it be a function of the weight alone, or change what it needs in a "
+                    "callback, on all ranks."
+                )
         if (constraint := weight.constraint) is not None and not made_by_keras(constraint):
             far = [r.variable for r in table.rows if r.ranks and r.trainer != mine.trainer]
             advice = "Use num_stages=1 without shard_optimizer."
-            found += _refuse(f"The constraint of '{weight.path}'", far, constraint, (own,), advice)
+            what = f"The constraint of '{weight.path}'"
+            for key in tried(what, far, constraint, (own,), advice):
+                if trainers.setdefault(key, mine.trainer) != mine.trainer:
+                    raise UnsupportedModelError(
+                        f"{what} writes a variable, or draws from a generator, of a weight's that "
+                        "another rank trains. Make a constraint with its own for each layer."
+                    )
     return found
 
 
-def _refuse(
+def _tried_alone(
     what: str, weights: Sequence[Any], function: Callable[..., Any], given: Any, advice: str
-) -> Iterator[Constant]:
-    """Refuses a function that reads some weights, which stand-ins show; returns its constants."""
-    found: list[Any] = []
+) -> tuple[Iterator[Constant], set[int]]:
+    """Refuses a function that reads some weights, which stand-ins show.
+
+    Returns its constants, and by `id` the variables that it writes.
+    """
+    found, written = list[Any](), set[int]()
 
     def trace() -> None:
         values = [tf.compat.v1.placeholder(w.dtype, tuple(w.shape)) for w in weights]
         pairs = list(zip(weights, values, strict=True))
         arguments = keras.tree.map_structure(_placeholder, given)
         # Whatever it says to what has no values, it says to the first batch, too.
-        with contextlib.suppress(Exception), keras.StatelessScope(state_mapping=pairs):
+        with contextlib.suppress(Exception), keras.StatelessScope(state_mapping=pairs) as scope:
             function(*arguments)
         found.extend(weight for weight, value in pairs if value.consumers())
+        before = {id(weight): value for weight, value in pairs}
+        state = scope.state_mapping.items()
+        written.update(key for key, value in state if value is not before.get(key))
 
     traced = tf.function(trace, autograph=False).get_concrete_function()
     if found:
@@ -405,7 +431,10 @@ def _refuse(
             f"replicas would not train as one process does. {advice}"
         )
     refuse_kept(traced, lambda _: what)
-    return constants_of(traced, lambda _: what)
+    handles = {inner.op.name: id(outer) for outer, inner in traced.graph.captures}
+    effects = effects_of(traced.graph.as_graph_def())
+    written.update(handles.get(effect.argument or "", 0) for effect in effects)
+    return constants_of(traced, lambda _: what), written
 
 
 def _placeholder(described: Any) -> Any:

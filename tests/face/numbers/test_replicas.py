@@ -72,6 +72,7 @@ def be_refused_and_train():
     found["small"] = trained_in_small_batches(model)
     found["differ"] = differ()
     found["constraint"] = [constrained(num_stages=2), constrained(shard_optimizer=True)]
+    found["constraint"].append(constrained(of=noisy(), num_stages=2))
     found["written"] = [written_on_one_rank(n, r) for n, r in ((1, 1), (2, 0), (2, 1))]
     found["written"] += written_later()
     found["coupled"] = coupled(tnt.PipelineModel(perceptron(), num_stages=1, num_micro_batches=2))
@@ -117,12 +118,18 @@ def differ():
     return error_of(lambda: model.fit(X[:16], Y[:16], batch_size=8, verbose=0))
 
 
-def constrained(num_stages=1, **options):
-    """What is said of a constraint that reads a weight which another rank trains."""
+def noisy():
+    """A constraint that draws."""
+    seed = keras.random.SeedGenerator(1)
+    return lambda w: w + keras.random.normal(w.shape, seed=seed, dtype=w.dtype)
+
+
+def constrained(num_stages=1, of=None, **options):
+    """What is said of a constraint that reads, or writes, what another rank trains or writes."""
     model = perceptron()
     weights = [weight for weight in model.trainable_variables if len(weight.shape) == 2]
     for weight in weights:
-        weight.constraint = lambda w: w * sum(map(keras.ops.mean, weights))
+        weight.constraint = of or (lambda w: w * sum(map(keras.ops.mean, weights)))
     model = tnt.PipelineModel(model, num_stages, **options)
     model.compile(adamw(), "mse")
     return error_of(lambda: model.train_on_batch(X, Y))

@@ -5,6 +5,7 @@ import gc
 import operator
 import random
 import weakref
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -15,6 +16,7 @@ from keras import layers, ops
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.probes import parts
+from tarantella_pp.runtime.probes.constants import constants_of
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace
 from tests.helpers.training import distance, in_precision, sgd
 from tests.zoo.models import chain
@@ -706,6 +708,40 @@ def test_functions_that_read_weights_past_what_they_are_given_are_refused_by_nam
     model.compile(sgd(), reading if what == "loss" else "mse", metrics=metrics)
     with pytest.raises(UnsupportedModelError, match=f"(?i){what}.* reads weight '{name}'"):
         model.train_on_batch(X, Y)
+
+
+def test_constants_do_not_follow_from_the_order_of_functions():
+    loop = lambda x, n: tf.while_loop(lambda i, _: i < n, lambda i, x: (i + 1, 2 * x), (0, x))[1]  # noqa: E731
+    function = tf.function(lambda x: loop(loop(x, 3), 5)).get_concrete_function(1.0)
+    definitions = function.graph.as_graph_def(), function.graph.as_graph_def()
+    bodies = [*definitions[1].library.function]
+    definitions[1].library.ClearField("function")
+    definitions[1].library.function.extend(bodies[::-1])
+    found = []
+    for one in definitions:
+        graph = SimpleNamespace(as_graph_def=lambda one=one: one, captures=(), variables=())
+        found.append([number for _, number in constants_of(SimpleNamespace(graph=graph))])
+    assert found[0] == found[1]
+
+
+def regularized(regularizer):
+    model = between()
+    model.layers[-1].kernel.regularizer = regularizer
+    return model
+
+
+def test_regularizers_are_functions_of_weights():
+    seed, kept = keras.random.SeedGenerator(1), keras.Variable(1.0)
+    draws = lambda w: keras.random.normal((), seed=seed, dtype=w.dtype) * ops.sum(w)  # noqa: E731
+    keeps = lambda w: kept.assign_add(1.0) * ops.sum(w)  # noqa: E731
+    for odd in (draws, keeps):
+        model = piped(regularized(odd))
+        with pytest.raises(UnsupportedModelError, match=r"of '.*/kernel' writes a variable or dr"):
+            model.train_on_batch(X, Y)
+    for odd in (lambda w: ops.sum(w**2, keepdims=True), lambda _: ops.ones(())):
+        assert (
+            distance(trained(compiled(regularized(odd))), trained(piped(regularized(odd)))) < 1e-13
+        )
 
 
 def test_gradients_that_a_layer_takes_within_a_stage_are_exact():

@@ -102,7 +102,7 @@ def divide(optimizer: Any, weights: Sequence[Any], share: Sequence[Any]) -> list
             )
     held, built = trained_by(optimizer), optimizer.built
     values = _take_down(optimizer)
-    stand_ins = [_stand_in(weight) for weight in weights]
+    stand_ins = [stand_in(weight) for weight in weights]
     positions = {id(weight): i for i, weight in enumerate(stand_ins)}
     kept = {id(variable) for variable in optimizer.variables}
     # Built once for the whole model, whose weights need not be here, with variables of one element:
@@ -354,7 +354,7 @@ def _is_per_weight(name: str, value: Any, weights: Sequence[Any]) -> bool:
     )
 
 
-def _stand_in(weight: Any) -> Any:
+def stand_in(weight: Any) -> Any:
     """A small variable that an optimizer takes for a weight: number of axes, type and name."""
     variable = keras.Variable(
         np.zeros((1,) * len(weight.shape)), dtype=weight.dtype, name=weight.name

@@ -76,7 +76,7 @@ def test_what_is_refused_leaves_an_optimizer_as_it_was(weights, monkeypatch):
         raise ValueError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(state, "_stand_in", lambda weight: weight)
+        patch.setattr(state, "stand_in", lambda weight: weight)
         patch.setattr(state, "Place", fail)
         with pytest.raises(ValueError, match="no"):
             state.divide(optimizer, weights, weights[:1])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.optimizers import (
@@ -17,6 +21,7 @@ from tarantella_pp.internals.optimizers import (
     wrapped_in,
 )
 from tarantella_pp.internals.parted import parts_of
+from tarantella_pp.internals.state import stand_in
 from tarantella_pp.runtime.weights.shared_weights import Array
 
 _SHAPES = ((3, 4), (5,), (4, 2))
@@ -35,7 +40,7 @@ def check_division(optimizer: Any, weights: Sequence[Any], num_ranks: int) -> No
         return
     delegates = delegates_of(wrapped_in(optimizer), weights)
     for part in dict.fromkeys([optimizer, wrapped_in(optimizer), *delegates]):
-        if not is_keras_optimizer(part) and not treats_weights_apart(part):
+        if not is_keras_optimizer(part) and not treats_weights_apart(part, weights):
             raise ConfigurationError(
                 f"Optimizer {type(part).__name__} looks at several weights at once, which are on "
                 f"{num_ranks} ranks. Treat each weight by itself, or run all stages in one process."
@@ -102,9 +107,44 @@ def _by_parts(optimizer: Any, shape: tuple[int, ...], scales: Sequence[float]) -
     )
 
 
-def treats_weights_apart(optimizer: Any) -> bool:
-    """Tries whether steps for some weights, and steps for the others, are steps for all."""
-    return all(_treats_apart(optimizer, scales) for scales in _SCALES)
+def treats_weights_apart(optimizer: Any, weights: Sequence[Any]) -> bool:
+    """Tries whether steps for some weights, and steps for the others, are steps for all.
+
+    What shows for the names of the weights only, or after many steps, its graph shows.
+    """
+    tried = all(_treats_apart(optimizer, scales) for scales in _SCALES)
+    return tried and not _reads_of_others(optimizer, weights)
+
+
+def _reads_of_others(optimizer: Any, weights: Sequence[Any]) -> bool:
+    """Whether a weight follows from another one or its gradient, in the graph of a step."""
+    small = [stand_in(weight) for weight in weights]
+
+    def step(*gradients: tf.Tensor) -> None:
+        copy.apply_gradients(zip(gradients, small, strict=True))
+
+    specs = [tf.TensorSpec(weight.shape, weight.dtype) for weight in small]
+    # What takes only larger weights, or none without values, has shown what it does already.
+    with contextlib.suppress(Exception):
+        copy: Any = _copy(
+            optimizer, clipnorm=None, global_clipnorm=None, gradient_accumulation_steps=None
+        )
+        copy.build(small)
+        graph = tf.function(step, autograph=False).get_concrete_function(*specs).graph
+        places = {id(weight.value.handle): i for i, weight in enumerate(small)}
+        pairs = [(places.get(id(outer)), inner.name) for outer, inner in graph.captures]
+        own = {name: 1 << place for place, name in pairs if place is not None}
+        follows = own | {tensor.name: 1 << i for i, tensor in enumerate(graph.inputs[: len(small)])}
+        for op in 2 * graph.get_operations():  # what a step writes, the next one reads
+            reads = [follows.get(tensor.name, 0) for tensor in op.inputs]
+            bits = functools.reduce(operator.or_, reads, 0)
+            each = reads if op.type == "IdentityN" else len(op.outputs) * [bits]
+            made = zip((tensor.name for tensor in op.outputs), each, strict=False)
+            follows |= dict(made) if reads else {}
+            written = (tensor.name for tensor in op.inputs if tensor.dtype == tf.resource)
+            follows |= dict.fromkeys(written, bits)
+        return any(follows[name] != bit for name, bit in own.items())
+    return False
 
 
 def _treats_apart(optimizer: Any, scales: Sequence[float]) -> bool:
@@ -135,9 +175,7 @@ def _tried(
     """What made-up weights become that a copy of the optimizer trains, or what its class raises."""
     try:
         weights = [keras.Variable(value) for value in values]
-        config = optimizer.get_config()
-        changed = {k: v for k, v in options.items() if k in config}
-        copy = type(optimizer).from_config(config | changed)
+        copy = _copy(optimizer, **options)
         copy.build(weights)
         for step in range(_STEPS):
             own = (keras.ops.convert_to_tensor(g[step], weights[0].dtype) for g in gradients)
@@ -145,3 +183,9 @@ def _tried(
         return np.concatenate([np.ravel(weight.numpy()) for weight in weights])
     except Exception as error:
         return error
+
+
+def _copy(optimizer: Any, **options: Any) -> Any:
+    """Another one of its class, with some of its options changed."""
+    config = optimizer.get_config()
+    return type(optimizer).from_config(config | {k: options[k] for k in options.keys() & config})

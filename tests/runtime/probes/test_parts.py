@@ -224,6 +224,23 @@ class Balking(keras.optimizers.SGD):
         return super().apply(grads, trainable_variables)
 
 
+class ByName(keras.optimizers.SGD):
+    """Takes the gradients of layers of a kind together."""
+
+    def apply(self, grads, trainable_variables=None):
+        pairs = zip(grads, trainable_variables, strict=True)
+        norm = sum((ops.sum(g**2) for g, v in pairs if "dense" in v.path), 1.0)
+        return super().apply([g / norm for g in grads], trainable_variables)
+
+
+class Later(keras.optimizers.SGD):
+    """Takes all gradients together after some steps."""
+
+    def apply(self, grads, trainable_variables=None):
+        norm = ops.where(self.iterations < 9, 1.0, sum(ops.sum(g**2) for g in grads))
+        return super().apply([g / norm for g in grads], trainable_variables)
+
+
 class Unconfigured(keras.optimizers.SGD):
     def __init__(self, needed):
         super().__init__(0.1 * needed)
@@ -240,15 +257,16 @@ def test_optimizers_that_override_what_fit_calls_train_as_in_plain_keras():
 
 
 def test_those_that_treat_each_weight_by_itself_may_train_and_others_are_refused_by_name():
+    weights = model_of().trainable_variables
     kinds = [keras.optimizers.Adam, keras.optimizers.Adafactor, keras.optimizers.Lamb, Halved]
     for optimizer in [None, *(kind() for kind in kinds)]:
         check_division(optimizer, [], 2)
-        assert optimizer is None or treats_weights_apart(optimizer)
+        assert optimizer is None or treats_weights_apart(optimizer, weights)
         assert optimizer is None or not optimizer.built
-    assert not treats_weights_apart(keras.optimizers.SGD(global_clipnorm=0.1))
-    for kind in (Normed, Clipped, Skipping, Balking):
+    assert not treats_weights_apart(keras.optimizers.SGD(global_clipnorm=0.1), weights)
+    for kind in (Normed, Clipped, Skipping, Balking, ByName, Later):
         name = f"{kind.__name__} looks at several weights.*2 ranks"
         with pytest.raises(ConfigurationError, match=name):
-            check_division(kind(0.1), [], 2)
+            check_division(kind(0.1), weights, 2)
     with pytest.raises(ConfigurationError, match=r"Unconfigured cannot be tried.*get_config"):
         check_division(Unconfigured(1.0), [], 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import warnings
@@ -41,6 +42,40 @@ class _ReadFile(saving_lib.H5IOStore):  # type: ignore[misc]
         dataset = saving_lib.safe_get_h5_dataset(self._h5_entry_group, key)
         found = None if "dtype" in dataset.attrs else self._tensor_of(dataset)
         return super().__getitem__(key) if found is None else found
+
+
+@contextlib.contextmanager
+def hdf5_errors() -> Iterator[None]:
+    """Raises what the disk refuses once an HDF5 file is closed: HDF5 does not outlive an error."""
+    make, errors = h5py.File.__init__, list[OSError]()
+
+    def kept(change: Callable[[Any], int], given: Any) -> int:
+        try:
+            return change(given)
+        except OSError as error:
+            errors.append(error)
+            return 0
+
+    class Draft(io.FileIO):
+        def write(self, data: Any) -> int:
+            left = memoryview(data)
+            while left:
+                left = left[kept(super().write, left) or len(left) :]
+            return len(data)
+
+        def truncate(self, size: int | None = None) -> int:
+            return kept(super().truncate, size)
+
+    def made(file: Any, name: Any, mode: str = "r", **options: Any) -> None:
+        new = mode == "w" and isinstance(name, (str, os.PathLike))
+        make(file, drafts.enter_context(Draft(name, "w+")) if new else name, mode, **options)
+
+    try:
+        with contextlib.ExitStack() as drafts, mock.patch.object(h5py.File, "__init__", made):
+            yield
+    finally:
+        for error in errors[:1]:
+            raise error
 
 
 def twin_of(model: Any, **changes: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.files import replace_file
-from tarantella_pp.internals.model_files import called_by_writer, twin_of
+from tarantella_pp.internals.model_files import called_by_writer, hdf5_errors, twin_of
 from tarantella_pp.models.keras_file import KerasFile, read_state, read_weights, write_plain
 from tarantella_pp.models.model_validation import check_one_file, check_overwrite, path_of
 from tarantella_pp.runtime.comm.collective import collective, contents_of, digest, on_all_ranks
@@ -229,7 +229,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
 
         def work() -> None:
             with remote_variables.read_with(read):
-                replace_file(path, lambda draft: write(draft, state))
+                replace_file(path, hdf5_errors()(lambda draft: write(draft, state)))
 
         stream.read_while(what, work)
 

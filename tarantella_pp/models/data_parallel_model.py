@@ -18,6 +18,7 @@ from tarantella_pp.errors import (
 )
 from tarantella_pp.files import replace_file
 from tarantella_pp.internals.functional import hides_its_graph, own_metrics, treat_like
+from tarantella_pp.internals.model_files import hdf5_errors
 from tarantella_pp.internals.state import class_before
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.pipeline_model import PipelineModel
@@ -248,7 +249,7 @@ def write_on_last_rank(write: Callable[[Path], None], filepath: Any, overwrite: 
         # Keras would ask whoever started the job, who may be nobody.
         model_validation.check_overwrite(path, path.exists(), overwrite)
         if path.suffix in _FILES:
-            replace_file(path, write)
+            replace_file(path, hdf5_errors()(write))
         else:
             write(path)
 

@@ -255,6 +255,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._history = {name: list(values) for name, values in saved.history.items()}
         self._step, self._epoch, self._epoch_step = saved.step, saved.epoch, saved.epoch_step
         self._written = (saved.step, saved.epoch)
+        self._ranks.note(step=self._step)
         self._initial_epoch = saved.initial_epoch
         self._remind(saved)
         for name, callback in self._callbacks.items():
@@ -318,6 +319,7 @@ class Checkpoint(keras.callbacks.Callback):
                 self._epoch_step, adapter.num_batches, self._steps_per_epoch
             )
             position = DataPosition(**place, epochs=epochs)
+        last = engine.logs if self._epoch_step else logs  # those of a validation may have come
         own = {**self._share.owned(), **{f"data/{name}": array for name, array in order.items()}}
         for name, callback in self._callbacks.items() if self._ranks.rank == 0 else ():
             if isinstance(callback, keras.callbacks.EarlyStopping):  # which every rank has
@@ -329,7 +331,7 @@ class Checkpoint(keras.callbacks.Callback):
             "initial_epoch": self._initial_epoch, "learning_rate": _learning_rate_of(model),
             "position": position, "facts": self._facts,
             "history": {name: list(values) for name, values in self._history.items()},
-            "logs": {name: _number(value) for name, value in engine.logs.items()},
+            "logs": {name: _number(value) for name, value in last.items()},
             # Of each the state on the first rank that has it.
             "callbacks": dict(ChainMap(*self._ranks.allgather_json(states))),
             "plan": plan and json.loads(plan.to_json()),

@@ -179,7 +179,7 @@ class Manifest(msgspec.Struct, frozen=True):
     files: tuple[SavedFile, ...]  # where they are
     facts: dict[str, Any]  # what must be the same to go on: see `facts_of`
     history: dict[str, list[Any]]  # logs of each epoch that has ended
-    logs: dict[str, Any]  # logs of the last step
+    logs: dict[str, Any]  # logs of the last step, or of the epoch that it has ended
     callbacks: dict[str, Any]  # what callbacks remember, by class and number within the class
     plan: Any  # the plan in force, as JSON
     config: Any  # the configuration of the model, as JSON; `None` where it has none

@@ -87,7 +87,8 @@ def _details(manifest: Manifest) -> Iterator[Any]:
     yield table(("File", "Rank", "Stages", "Size"), rows, left=("File",))
     yield f"Trained: {manifest.where()}, {manifest.step} steps."
     logs = ", ".join(f"{name} {value}" for name, value in manifest.logs.items())
-    yield f"Last step: {logs}. What else is known of it stands in its manifest.json."
+    last = "step" if manifest.epoch_step else "epoch"
+    yield f"Last {last}: {logs}. What else is known of it stands in its manifest.json."
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -24,7 +24,8 @@ def trained(tmp_path_factory, float64):
     model = tnt.PipelineModel(plain, num_stages=2, num_micro_batches=1)
     model.compile(keras.optimizers.AdamW(0.01), "mse", metrics=["mae"])
     own = tnt.callbacks.Checkpoint(directory, every=2)
-    model.fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=[own])
+    both = {"callbacks": [own], "validation_data": (X[:4], 2 * Y[:4])}
+    model.fit(X, Y, batch_size=4, epochs=2, verbose=0, **both)
     return directory, model
 
 
@@ -47,7 +48,7 @@ def test_a_file_of_plain_keras_goes_on_like_the_model(trained, tmp_path, capsys)
 
 
 def test_what_is_inside_is_shown_without_tensorflow(trained):
-    directory, _ = trained
+    directory, model = trained
     code = "import sys; from tarantella_pp.cli.main import main\n"
     code += f"codes = [main(['checkpoint', what, {str(directory)!r}]) for what in "
     code += "('show', 'verify')]\nprint(codes, {'tensorflow', 'keras'} & set(sys.modules))"
@@ -56,13 +57,17 @@ def test_what_is_inside_is_shown_without_tensorflow(trained):
     assert "[0, 0] set()" in shown, done.stderr
     for text in ("step-00000006", "rank-00000.safetensors ", "0, 1", "Trained: 2 epochs, 6 steps"):
         assert text in shown
-    assert "Last step: loss " in shown
+    logs = ", ".join(f"{name} {values[-1]}" for name, values in model.history.history.items())
+    assert f"Last epoch: {logs}." in shown
+    assert "val_loss" in logs
 
 
 def test_one_checkpoint_is_shown_alone(trained, capsys):
     directory, _ = trained
     assert main(["checkpoint", "show", str(directory / "step-00000004")]) == 0
-    assert "step-00000006" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "step-00000006" not in shown
+    assert "Last step: loss " in shown
     assert main(["checkpoint", "show", str(directory / "none")]) == 2
     with pytest.raises(SystemExit):
         main(["checkpoint"])

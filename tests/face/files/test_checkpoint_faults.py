@@ -14,6 +14,7 @@ from tarantella_pp.callbacks.checkpoint_folder import checksum_of
 from tarantella_pp.callbacks.checkpoint_reader import refuse_others
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, FileError, FormatError
+from tarantella_pp.launch import guard
 from tests.face.files.test_checkpoints import At, joined
 from tests.helpers.files import contents, full_disk
 from tests.helpers.training import compiled_once, floats
@@ -116,6 +117,13 @@ def test_of_damaged_checkpoints_the_one_before_is_taken(run, caplog, kind):
     assert "step-00000006" in caplog.messages[0]
     assert "step-00000005', which has trained 1 epoch, step 2 of the next" in caplog.text
     assert main(["checkpoint", "verify", str(directory)]) == 0  # written anew
+
+
+def test_the_launcher_hears_where_a_run_goes_on(run, monkeypatch):
+    noted = []
+    monkeypatch.setattr(guard, "note", lambda **fields: noted.append(fields["step"]))
+    fit(run[0])
+    assert noted == [6, 7, 8, 9]
 
 
 def test_nothing_begins_anew_where_all_checkpoints_are_damaged(run):

@@ -49,11 +49,11 @@ def _prctl(option: int, value: int) -> None:
 
 
 def shared_memory() -> set[str]:
-    """Returns the files in which the descendants share memory, which stay if they are killed."""
+    """Returns files in which this and lower processes share memory, which stay if it is killed."""
     found: set[str] = set()
-    for child in psutil.Process().children(recursive=True):
+    for process in (me := psutil.Process(), *me.children(recursive=True)):
         with contextlib.suppress(OSError):
-            maps = pathlib.Path(f"/proc/{child.pid}/maps").read_text()
+            maps = pathlib.Path(f"/proc/{process.pid}/maps").read_text()
             found.update(_SHARED_MEMORY.findall(maps))
     return found
 

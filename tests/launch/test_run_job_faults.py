@@ -103,6 +103,14 @@ def test_a_second_interrupt_does_not_wait(python):
         assert time.monotonic() - again < 4  # the patience after one is 5 s
 
 
+def test_a_wait_for_ranks_to_end_is_logged_and_can_be_interrupted(python):
+    with tarantella(python, "-n", "2", "early.py", "ended", TNT_WARN="1", TNT_TIMEOUT="1.5") as job:
+        job.wait_until_ready()
+        job.send(signal.SIGINT)
+        result = job.ends(130, "rank 0 has waited 1 s for ranks [1] to end")
+    assert "Traceback" not in result.stderr
+
+
 def test_ranks_have_time_to_write_a_checkpoint_after_sigterm(python):
     with tarantella(python, "-n", "2", "stopped.py") as job:
         job.wait_until_ready()
@@ -124,9 +132,11 @@ def test_a_job_that_takes_too_long_is_killed(python):
 def test_under_plain_mpiexec_the_guard_itself_ends_the_job(python, fault, wait, cause):
     with mpiexec(python, 2, "fault.py", fault, wait, "--guard") as job:
         job.wait_until_ready()
+        files = shared_memory()
         result = job.result()
         assert not job.wait_until_gone(seconds=3)
     assert result.code != 0
+    assert not any(map(os.path.exists, files))
     headlines = [line for line in result.stderr.splitlines() if "failed first" in line]
     assert len(headlines) == 1, result.stderr
     assert "rank 1 of 2 on host " in headlines[0]

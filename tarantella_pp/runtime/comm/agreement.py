@@ -138,7 +138,10 @@ class Agreement:
             self._listen()
             return len(self._ended) == len(self._others) and self._delivered()
 
-        waiter.until(all_ended, lambda: "the other ranks to end", limited=False)
+        def awaited() -> str:
+            return f"ranks {sorted({*self._others} - {*self._ended})} to end"
+
+        waiter.until(all_ended, awaited, limited=False)
 
     def _refuse(self, waiter: Waiter) -> None:
         """Joins the others in their call, with the call that cannot be finished."""

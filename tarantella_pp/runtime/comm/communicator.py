@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError, LaunchError
-from tarantella_pp.launch import guard
+from tarantella_pp.launch import guard, processes
 from tarantella_pp.launch.environment import Launch, detect_launch
 from tarantella_pp.launch.records import RESTARTS_VARIABLE, SIZE_VARIABLE
 from tarantella_pp.launch.resources import take_gpu
@@ -230,6 +230,7 @@ class Communicator(Channel):
         """Ends all ranks of the job at once, with an exit code other than 0."""
         if self.is_alone:
             os._exit(code)
+        processes.remove(processes.shared_memory())
         self.comm.Abort(code)
 
     def _tag_of_collective(self, tag: int) -> int:
@@ -373,6 +374,8 @@ def _leave(ranks: Communicator, pid: int) -> None:
     except CommunicationError as error:
         _LOG.error("rank %d ends the job: %s", ranks.rank, error)
         ranks.abort(1)
+    except KeyboardInterrupt:  # whose traceback would tell of nothing that the script does
+        pass
 
 
 def _encode(value: Any) -> NDArray[np.uint8]:

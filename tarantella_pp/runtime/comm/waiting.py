@@ -163,7 +163,7 @@ class Waiter:
         near = all(map(self.wakeup.reaches, peers))
         polls = 1 if near else NETWORK_POLLS
         share, longest = _RUNG_FOR if near and peers and rings else _NOT_RUNG_FOR
-        limits = self.limits if limited else Limits(0.0, 0.0)
+        limits = self.limits if limited else Limits(self.limits.warn, 0.0)
         start, warn, next_check = time.perf_counter(), limits.warn, _CHECK_SECONDS
         since = start  # of the last ring
         while not any(done() for _ in range(polls)):

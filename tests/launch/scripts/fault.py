@@ -17,9 +17,9 @@ from mpi4py import MPI
 fault, wait = sys.argv[1:3]
 comm = MPI.COMM_WORLD
 if "--guard" in sys.argv:
-    from tarantella_pp.launch import guard
+    from tarantella_pp.runtime.comm.communicator import world
 
-    guard.install(comm.rank, comm.size, comm.Abort)
+    world()  # which installs the guard
 comm.Barrier()
 if comm.rank == 0:
     sys.stderr.write("ready\n")

@@ -32,7 +32,11 @@ WRONG_INPUT = (ConfigurationError, GraphError, ScheduleError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; errors are one line on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    sys.stdout = sys.stdout or io.StringIO()  # none where it is closed
+    # None where they are closed: then the next file to be opened would be it, for MPI, too.
+    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(file, True)
+    os.close(file)
     explicit = bool(arguments) and arguments[0] in COMMANDS
     name = arguments.pop(0) if explicit else "run"
     # Only the module of this command: others load what takes seconds.

@@ -231,7 +231,7 @@ class JobRun:
                 settled = True
                 self._settle(CLOSING_SECONDS)
             elif gone:
-                missing, what = records.missing(), "its ranks were still at work (MPI_Abort?)"
+                missing, what = records.missing(), "its ranks were at work (MPI_Abort? Full disk?)"
                 what = f"ranks {missing} never started{self._advice()}" if missing else what
                 name = pathlib.Path(str(mpi.args[0])).name  # type: ignore[index]
                 ended = processes.describe_exit(mpi.returncode)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.helpers.jobs import PYTHONS, mpiexec, tarantella
+from tests.helpers.jobs import PYTHONS, Job, mpiexec, tarantella
 
 pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
 
@@ -58,6 +58,13 @@ def test_options_reach_the_ranks_which_all_log_when_asked(python, tmp_path):
         assert result.stderr.count("warning told") == 2
         lines = sorted(line for line in result.stderr.splitlines() if "info told" in line)
         assert lines == [f"rank {rank}: info told" for rank in infos]
+
+
+def test_descriptors_that_are_closed_are_none(python):
+    """As they are where some daemons start jobs."""
+    for closed in (">&-", "<&- >&- 2>&-"):
+        result = Job("sh", "-c", f"{python} -m tarantella_pp -n 2 hello.py {closed}").ends(0)
+        assert "tarantella:" not in result.stderr
 
 
 @pytest.mark.parametrize("start", [tarantella, mpiexec])

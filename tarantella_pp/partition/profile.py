@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -44,7 +44,7 @@ class Profile(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.pr
     threads: int
     rows: tuple[int, ...]
     nodes: tuple[NodeProfile, ...]
-    version: int = 1
+    version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         """Checks that everything fits together."""
@@ -93,8 +93,6 @@ def _at(rows: int, sizes: tuple[int, ...], values: tuple[float, ...]) -> float:
 
 
 def _problems(profile: Profile) -> Iterator[str]:
-    if profile.version != 1:
-        yield f"its version must be 1. Received: version={profile.version}"
     sizes = profile.rows
     if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1 or len(sizes) > 2:
         yield f"rows must be one or two numbers, ascending. Received: {list(sizes)}"

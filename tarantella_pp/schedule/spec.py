@@ -139,7 +139,7 @@ def read_schedule(schedule: Any) -> Schedule | None:
         return None
     if isinstance(schedule, str | Path) and Path(schedule).is_file():
         try:
-            text = Path(schedule).read_text(encoding="utf-8")
+            text = Path(schedule).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeError) as error:
             raise ScheduleError(f"Cannot read the schedule '{schedule}': {error}") from error
         schedule = Schedule.from_text(text)

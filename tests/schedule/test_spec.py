@@ -133,7 +133,7 @@ def test_there_are_no_more_micro_batches_than_a_schedule_has():
 
 def test_a_schedule_comes_from_a_file_or_as_it_is(tmp_path):
     path = tmp_path / "mine.txt"
-    path.write_text(OWN)
+    path.write_text(OWN, encoding="utf-8-sig")  # as Windows writes it
     own = read_schedule(path)
     assert own.name == "custom"
     assert own == read_schedule(str(path)) == read_schedule(Schedule.from_text(OWN))

@@ -36,7 +36,11 @@ class JsonRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             if isinstance(error.__cause__, PlanError):
                 raise error.__cause__ from None
-            raise PlanError(f"This is no valid {cls.noun}: {error}") from None
+            reason = str(error)
+            if isinstance(error, msgspec.ValidationError) and "version" in cls.__struct_fields__:
+                reason += ". Another version of tarantella_pp may have written it: use that one, "
+                reason += f"or make the {cls.noun} anew"
+            raise PlanError(f"This is no valid {cls.noun}: {reason}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file; one that is there is replaced in one step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import re
 
 from tarantella_pp.errors import ConfigurationError
@@ -22,7 +23,7 @@ def parse_bytes(value: int | float | str, name: str) -> int:
         if match and not (match[3] and not match[2]):
             base = 1024 if match[3] else 1000
             number = float(match[1]) * base ** (_UNITS[match[2].upper()] if match[2] else 0)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
         number = float(value)
     if number is None or not math.isfinite(number) or number < 1:
         raise ConfigurationError(

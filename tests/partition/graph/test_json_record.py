@@ -57,12 +57,11 @@ def test_files_that_are_not_valid_are_named(record, tmp_path):
     path = tmp_path / "a.json"
     with pytest.raises(PlanError, match=f"Cannot read the {record.noun} '{path}': No such file"):
         type(record).load(path)
-    path.write_text(record.to_json().replace('"version": 1', '"version": 7'))
-    with pytest.raises(
-        PlanError,
-        match=rf"a\.json: This is no valid {record.noun}: (Invalid enum value 7|its version must)",
-    ):
-        type(record).load(path)
+    for version in ('"version": 7', '"later": 0, "version": 1'):
+        path.write_text(record.to_json().replace('"version": 1', version))
+        reason = rf"a\.json: This is no valid {record.noun}: .* Another version of"
+        with pytest.raises(PlanError, match=reason):
+            type(record).load(path)
     path.write_text("[]")
     with pytest.raises(PlanError, match=rf"a\.json: This is no valid {record.noun}: Expected"):
         type(record).load(path)

@@ -2,6 +2,7 @@ import itertools
 import json
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -215,12 +216,12 @@ def test_bytes_in_words():
 
 
 def test_words_to_bytes():
-    words = ("16GB", "16 GiB", "1.5k", "512", "3B", 1e6, 7)
-    values = [16 * 10**9, 16 * 2**30, 1500, 512, 3, 10**6, 7]
+    words = ("16GB", "16 GiB", "1.5k", "512", "3B", 1e6, 7, np.int64(7), np.float32(2.5))
+    values = [16 * 10**9, 16 * 2**30, 1500, 512, 3, 10**6, 7, 7, 2]
     assert [parse_bytes(word, "memory_limit") for word in words] == values
 
 
-@pytest.mark.parametrize("wrong", ["", "GB", "-1GB", "1XB", "iB", 0, -5, True, None, 1e400, [1]])
+@pytest.mark.parametrize("wrong", ["", "GB", "-1GB", "iB", 0, -5, True, np.True_, None, 1e400, [1]])
 def test_what_is_no_number_of_bytes_is_refused(wrong):
     with pytest.raises(ConfigurationError, match="Received: memory_limit="):
         parse_bytes(wrong, "memory_limit")

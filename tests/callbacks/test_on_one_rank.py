@@ -69,6 +69,7 @@ def on_ranks(folder):
         told(Does(lambda model: model.save(f"{folder}/none.keras"))),
         told(keras.callbacks.EarlyStopping("loss")),
         told(Does(lambda model: 1 / 0)),
+        told(keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: logs.update(loss=7.0))),
     ]
     after = model.fit(X, Y, **QUIET).history["loss"]
     return made, texts, after
@@ -89,11 +90,13 @@ def test_reports_are_those_of_one_process(tmp_path):
     for of_first, of_last in zip(first[1], last[1], strict=True):
         assert "ConfigurationError" in of_first or "ZeroDivisionError" in of_first
         assert of_last
-    names = "stop_training", "sets the learning rate", "calls save()", "EarlyStopping", "division"
+    names = ["stop_training", "sets the learning rate", "calls save()", "EarlyStopping"]
+    names += ["division", "changes logs, which all ranks must"]
     for name, text in zip(names, last[1], strict=True):
         assert name in text
 
 
 def test_what_is_no_callback_is_refused():
-    with pytest.raises(ConfigurationError, match="callback=7"):
-        tnt.callbacks.OnOneRank(7)
+    for wrong in (7, lambda: 7):
+        with pytest.raises(ConfigurationError, match="callback=7"):
+            tnt.callbacks.OnOneRank(wrong)

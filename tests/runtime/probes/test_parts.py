@@ -215,15 +215,6 @@ class Skipping(keras.optimizers.Adam):
         return super().apply(grads, trainable_variables)
 
 
-class Balking(keras.optimizers.SGD):
-    """Refuses a NaN among several gradients."""
-
-    def apply(self, grads, trainable_variables=None):
-        if len(grads) > 1 and not all(np.isfinite(g).all() for g in grads):
-            raise ValueError
-        return super().apply(grads, trainable_variables)
-
-
 class ByName(keras.optimizers.SGD):
     """Takes the gradients of layers of a kind together."""
 
@@ -264,7 +255,7 @@ def test_those_that_treat_each_weight_by_itself_may_train_and_others_are_refused
         assert optimizer is None or treats_weights_apart(optimizer, weights)
         assert optimizer is None or not optimizer.built
     assert not treats_weights_apart(keras.optimizers.SGD(global_clipnorm=0.1), weights)
-    for kind in (Normed, Clipped, Skipping, Balking, ByName, Later):
+    for kind in (Normed, Clipped, Skipping, ByName, Later):
         name = f"{kind.__name__} looks at several weights.*2 ranks"
         with pytest.raises(ConfigurationError, match=name):
             check_division(kind(0.1), weights, 2)

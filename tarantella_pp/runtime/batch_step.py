@@ -303,7 +303,8 @@ def _flatten(logs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _plain(value: Any) -> float | list[Any]:
     """A number; or an array as its dtype and its numbers."""
-    array = np.asarray(value)
+    # A scalar of bfloat16 is none that NumPy takes from TensorFlow.
+    array = np.asarray(value.numpy() if tf.is_tensor(value) else value)
     return [array.dtype.name, _numbers(array)] if array.shape else float(array)
 
 

@@ -627,6 +627,8 @@ def test_what_is_mixed_in_ever_so_little_is_told_from_rounding():
         model = keras.Model(inputs, layers.Dense(5, dtype="float32")(layers.Flatten()(x)))
         x = RNG.normal(size=(8, 12, 16)).astype("float32")
         piped(model, 2).train_on_batch(x, np.ones((8, 5), "float32"))
+    with in_precision("bfloat16", "bfloat16"):
+        piped(between()).train_on_batch(X, Y)
 
 
 @pytest.mark.slow
@@ -713,13 +715,13 @@ def test_functions_that_read_weights_past_what_they_are_given_are_refused_by_nam
 def test_constants_do_not_follow_from_the_order_of_functions():
     loop = lambda x, n: tf.while_loop(lambda i, _: i < n, lambda i, x: (i + 1, 2 * x), (0, x))[1]  # noqa: E731
     function = tf.function(lambda x: loop(loop(x, 3), 5)).get_concrete_function(1.0)
-    definitions = function.graph.as_graph_def(), function.graph.as_graph_def()
-    bodies = [*definitions[1].library.function]
-    definitions[1].library.ClearField("function")
-    definitions[1].library.function.extend(bodies[::-1])
     found = []
-    for one in definitions:
-        graph = SimpleNamespace(as_graph_def=lambda one=one: one, captures=(), variables=())
+    for order in (1, -1):
+        definition = function.graph.as_graph_def()
+        bodies = [*definition.library.function]
+        definition.library.ClearField("function")
+        definition.library.function.extend(bodies[::order])
+        graph = SimpleNamespace(as_graph_def=lambda d=definition: d, captures=(), variables=())
         found.append([number for _, number in constants_of(SimpleNamespace(graph=graph))])
     assert found[0] == found[1]
 

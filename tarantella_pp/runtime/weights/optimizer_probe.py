@@ -123,11 +123,11 @@ def _reads_of_others(optimizer: Any, weights: Sequence[Any]) -> bool:
         copy.apply_gradients(zip(gradients, small, strict=True))
 
     specs = [tf.TensorSpec(weight.shape, weight.dtype) for weight in small]
+    # Ranks see to these together.
+    together = {"clipnorm", "global_clipnorm", "gradient_accumulation_steps", "use_ema"}
     # What takes only larger weights, or none without values, has shown what it does already.
     with contextlib.suppress(Exception):
-        copy: Any = _copy(
-            optimizer, clipnorm=None, global_clipnorm=None, gradient_accumulation_steps=None
-        )
+        copy: Any = _copy(optimizer, **dict.fromkeys(together))
         copy.build(small)
         graph = tf.function(step, autograph=False).get_concrete_function(*specs).graph
         places = {id(weight.value.handle): i for i, weight in enumerate(small)}
@@ -140,8 +140,9 @@ def _reads_of_others(optimizer: Any, weights: Sequence[Any]) -> bool:
             each = reads if op.type == "IdentityN" else len(op.outputs) * [bits]
             made = zip((tensor.name for tensor in op.outputs), each, strict=False)
             follows |= dict(made) if reads else {}
-            written = (tensor.name for tensor in op.inputs if tensor.dtype == tf.resource)
-            follows |= dict.fromkeys(written, bits)
+            unchanged = op.node_def.attr["_read_only_resource_inputs"].list.i  # of a branch
+            inputs = (t for i, t in enumerate(op.inputs) if i not in unchanged)
+            follows |= {tensor.name: bits for tensor in inputs if tensor.dtype == tf.resource}
         return any(follows[name] != bit for name, bit in own.items())
     return False
 

@@ -215,6 +215,14 @@ class Skipping(keras.optimizers.Adam):
         return super().apply(grads, trainable_variables)
 
 
+class Branching(keras.optimizers.SGD):
+    """Looks at the step in a branch for each weight."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        rate = ops.cond(self.iterations > 3, lambda: self.learning_rate, lambda: 1.0)
+        super().update_step(gradient, variable, rate)
+
+
 class ByName(keras.optimizers.SGD):
     """Takes the gradients of layers of a kind together."""
 
@@ -250,7 +258,8 @@ def test_optimizers_that_override_what_fit_calls_train_as_in_plain_keras():
 def test_those_that_treat_each_weight_by_itself_may_train_and_others_are_refused_by_name():
     weights = model_of().trainable_variables
     kinds = [keras.optimizers.Adam, keras.optimizers.Adafactor, keras.optimizers.Lamb, Halved]
-    for optimizer in [None, *(kind() for kind in kinds)]:
+    averaged = Halved(use_ema=True, ema_overwrite_frequency=2)
+    for optimizer in [None, averaged, Branching(), *(kind() for kind in kinds)]:
         check_division(optimizer, [], 2)
         assert optimizer is None or treats_weights_apart(optimizer, weights)
         assert optimizer is None or not optimizer.built

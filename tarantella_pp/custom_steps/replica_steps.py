@@ -138,17 +138,15 @@ class ReplicaSteps:
         """Traces a step and tries it out, before the first batch of a kind; takes all ranks."""
         ranks, what = self.communicator, f"{type(self._model).__name__}.{name}"
         statistics = BatchStatistics(self._model)
-        traces: list[StepTrace] = []
 
-        def trace() -> None:
+        def traced() -> tuple[StepTrace, StepTrace]:
             self._check_norms(name == "train_step" and ranks.prints and not self._steps)
             run = self._trace(name, batch, lambda: statistics.gathered(self._model))
-            traces[:] = [run, run]
-            if statistics.variables:
-                traces[1] = self._trace(name, batch, lambda: moments_known(self._model))
+            if not statistics.variables:
+                return run, run
+            return run, self._trace(name, batch, lambda: moments_known(self._model))
 
-        on_all_ranks(ranks, f"trace {what}", trace)
-        run, tried = traces
+        run, tried = on_all_ranks(ranks, f"trace {what}", traced)
         self._make_alike(run, statistics)
         if (late := tried.read_late([update.place for update in tried.updates])) is not None:
             raise UnsupportedModelError(

@@ -252,7 +252,7 @@ def _built(
     reason: str = "",
 ) -> tuple[Any, bool]:
     """Builds a model without weights or, if that cannot be done, all of it on every rank."""
-    ranks, found, drawn = world(), list[Any](), random.getstate()
+    ranks, model, drawn = world(), None, random.getstate()
     if options.get("balance") == "time":
         reason = reason or "balance='time' runs the model on rank 0"
     if not reason:
@@ -261,14 +261,14 @@ def _built(
         try:
             with contextlib.ExitStack() as stack:
                 stack.push(scope)
-                found.append(make())
-            reason = _reason_of(found[0])
+                model = make()
+            reason = _reason_of(model)
         except Exception as error:  # what cannot be done so, or not at all: it is found out next
             reason = f"{type(error).__name__}: {error}"
 
-    def build() -> None:
+    def build() -> Any:
         try:
-            found[:] = [(whole or make)()]
+            return (whole or make)()
         except Exception as error:
             raise ConfigurationError(
                 f"{method} cannot build the model: {type(error).__name__}: {error}"
@@ -277,14 +277,14 @@ def _built(
     with ranks.call(f"{method} (build)"):
         reasons = list(filter(None, ranks.allgather_json(reason)))
         if not reasons:
-            return found[0], True
+            return model, True
         random.setstate(drawn)  # so that weights have the seeds of a model built at once
-        on_all_ranks(ranks, "build the model", build)
+        model = on_all_ranks(ranks, "build the model", build)
     if ranks.size > 1 and ranks.prints:
         logger.warning(
             "%s builds all of the model on every rank, not each its share: %s", method, reasons[0]
         )
-    return found[0], False
+    return model, False
 
 
 def _wrapped(model: Any, options: Mapping[str, Any], kind: Any = None) -> Any:
@@ -305,14 +305,13 @@ def _compile_as(
     """Compiles a distributed model as a configuration says, if it is not; takes all ranks."""
     if not compilation or (model.compiled and not again):
         return
-    given: dict[str, Any] = {}
     with world().call("compile (configuration)"), keras.saving.CustomObjectScope(custom_objects):
-        on_all_ranks(
+        given = on_all_ranks(
             world(),
             "make what the model is compiled with",
-            lambda: given.update(deserialized(compilation, custom_objects, safe_mode)),
+            lambda: dict(deserialized(compilation, custom_objects, safe_mode)),
         )
-        given.pop("jit_compile", None)
+    given.pop("jit_compile", None)
     model.compile(**given)
 
 
@@ -336,12 +335,11 @@ def _agreed_file(filepath: Any, stack: contextlib.ExitStack, **facts: Any) -> Ke
     if path.suffix != ".keras" or "://" in name or path.is_dir():
         with ranks.call("load_model", **facts, contents=contents_of(filepath)):
             return None
-    found: list[KerasFile] = []
 
-    def work() -> None:
-        found.append(stack.enter_context(contextlib.closing(KerasFile(filepath))))
+    def opened() -> KerasFile:
+        return stack.enter_context(contextlib.closing(KerasFile(filepath)))
 
     with ranks.call("load_model", **facts):
-        on_all_ranks(ranks, f"read '{name}'", work)
-    with ranks.call("load_model (file)", contents=found[0].contents):
-        return found[0]
+        file = on_all_ranks(ranks, f"read '{name}'", opened)
+    with ranks.call("load_model (file)", contents=file.contents):
+        return file

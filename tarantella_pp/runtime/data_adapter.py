@@ -142,25 +142,22 @@ def shared_adapters(
 ) -> list[FeedAdapter | None]:
     """Opens the user's data where they are read, and tells all ranks how much there is."""
     communicator = engine.communicator
-    opened: list[tuple[DataAdapter | None, ArrayRows | None]] = []
-    facts: list[DataFacts] = []
 
-    def open_all() -> None:
-        for given in find():
-            adapter, arrays = _open(given, engine)
-            opened.append((adapter, arrays))
-            text = _ABSENT if given is None else _NOTHING
-            if given is not None and (describe or communicator.size > 1):
-                text = _described(given, arrays)
-            size = None if adapter is None else adapter.num_batches
-            facts.append(DataFacts(text, arrays is not None, None if size is None else int(size)))
+    def opened(given: GivenData | None) -> tuple[DataAdapter | None, ArrayRows | None, DataFacts]:
+        adapter, arrays = _open(given, engine)
+        text = _ABSENT if given is None else _NOTHING
+        if given is not None and (describe or communicator.size > 1):
+            text = _described(given, arrays)
+        size = None if adapter is None else adapter.num_batches
+        facts = DataFacts(text, arrays is not None, None if size is None else int(size))
+        return adapter, arrays, facts
 
-    on_all_ranks(communicator, "read the data", open_all)
-    everyones: list[list[Any]] = communicator.allgather_json([list(each) for each in facts])
+    found = on_all_ranks(communicator, "read the data", lambda: [*map(opened, find())])
+    everyones: list[list[Any]] = communicator.allgather_json([list(facts) for *_, facts in found])
     by_data = zip(*everyones, strict=True)
     return [
-        _fed(engine, *data, [DataFacts(*each) for each in theirs])
-        for data, theirs in zip(opened, by_data, strict=True)
+        _fed(engine, adapter, arrays, [DataFacts(*each) for each in theirs])
+        for (adapter, arrays, _), theirs in zip(found, by_data, strict=True)
     ]
 
 

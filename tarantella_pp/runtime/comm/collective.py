@@ -20,6 +20,7 @@ from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 _COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics", "steps_per_execution")
 
@@ -156,22 +157,15 @@ def _is_plain(value: Any) -> bool:
 
 def on_one_rank(communicator: Communicator, rank: int, what: str, work: Callable[[], Any]) -> Any:
     """Lets one rank do something alone; all ranks wait for it and learn of a failure."""
-    answer = None
-
-    def work_alone() -> None:
-        nonlocal answer
-        if communicator.rank == rank:
-            answer = work()
-
-    on_all_ranks(communicator, what, work_alone)
-    return communicator.broadcast_json(answer, rank)
+    own = work if communicator.rank == rank else lambda: None
+    return communicator.broadcast_json(on_all_ranks(communicator, what, own), rank)
 
 
-def on_all_ranks(communicator: Communicator, what: str, work: Callable[[], Any]) -> None:
+def on_all_ranks(communicator: Communicator, what: str, work: Callable[[], _T]) -> _T:
     """Lets each rank do its part, without messages to others; where one fails, all fail."""
     failure: Exception | None = None
     try:
-        work()
+        result = work()
     except CommunicationError:  # others cannot hear of it
         raise
     except Exception as caught:
@@ -187,3 +181,4 @@ def on_all_ranks(communicator: Communicator, what: str, work: Callable[[], Any])
             if not (isinstance(kind, type) and issubclass(kind, errors.TarantellaError)):
                 kind, text = ConfigurationError, f"{name}: {text}"  # else its own class says it
             raise kind(f"Rank {communicator.world_ranks[rank]} could not {what}: {text}")
+    return result

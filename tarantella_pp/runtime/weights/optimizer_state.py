@@ -157,20 +157,19 @@ class OptimizerState:
     def _agreed(self, weights: Sequence[Any]) -> list[state.Place]:
         """Divides the optimizer, in the same way on all ranks."""
         name, held = self._optimizer.name, in_parts(state.trained_by(self._optimizer))
-        slots: list[state.Place] = []
         # Before it is divided, which takes slots of other ranks away.
         all_slots = digest(self._optimizer.variables) if len(held) == len(weights) else None
 
-        def work() -> None:
+        def divided() -> list[state.Place]:
             known = {id(weight) for weight in held}
             if unknown := [weight.path for weight in self._own if held and id(weight) not in known]:
                 raise ConfigurationError(
                     f"Optimizer {name} was built for other weights, not for {unknown}. Pass a new "
                     "optimizer."
                 )
-            slots[:] = state.divide(self._optimizer, weights, [*filter(self._table.trains, held)])
+            return state.divide(self._optimizer, weights, [*filter(self._table.trains, held)])
 
-        on_all_ranks(self._communicator, f"use optimizer {name}", work)
+        slots = on_all_ranks(self._communicator, f"use optimizer {name}", divided)
         answers = self._communicator.allgather_json([slots, all_slots])
         if len({values for _, values in answers if values is not None}) > 1:
             raise ConfigurationError(

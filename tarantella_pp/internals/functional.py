@@ -256,10 +256,6 @@ def class_of_keras(operation: Any) -> str:
     return ""
 
 
-# Makes a call of a layer, given the way in which Keras makes it.
-CallHandler = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
 def new_graph(name: str) -> Any:
     """A graph of TensorFlow, like a function's, to trace in."""
     return tf.__internal__.FuncGraph(name)
@@ -282,8 +278,8 @@ def functions_inside(are_inlined: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def layer_calls(handler: CallHandler) -> Iterator[None]:
-    """Hands the calls of layers to a handler, those in the graph that is the default now."""
+def layer_calls(handler: Callable[..., Any]) -> Iterator[None]:
+    """Hands the calls of layers, and how Keras makes them, to a handler, in the default graph."""
     original, graph = keras.layers.Layer.__call__, tf.compat.v1.get_default_graph()
 
     @functools.wraps(original)

@@ -50,6 +50,8 @@ Array = np.ndarray[Any, Any]
 class FeedAdapter(DataAdapter):
     """A data adapter, and its own data set, that gives each rank its part of every batch."""
 
+    num_batches: int | None = None  # in an epoch, if known
+
     def __init__(
         self,
         engine: Any,
@@ -62,7 +64,7 @@ class FeedAdapter(DataAdapter):
         self._engine = engine
         self._arrays = arrays
         self._is_split = is_split
-        self._num_batches = facts.num_batches
+        self.num_batches = facts.num_batches
         self.description = facts.text
         self.cursor = None if adapter is None else DataCursor(adapter, arrays is not None)
         # Where the next epoch of Keras' loop begins, if not at its first step.
@@ -91,11 +93,6 @@ class FeedAdapter(DataAdapter):
             if cursor is not None:
                 cursor.batches += 1
             yield order[begin : begin + size]
-
-    @property
-    def num_batches(self) -> int | None:
-        """Number of batches in an epoch, if known."""
-        return self._num_batches
 
     def on_epoch_begin(self) -> None:
         """Passes the hook on to the user's data."""

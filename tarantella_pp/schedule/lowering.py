@@ -6,6 +6,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.players import Replay
@@ -47,24 +48,18 @@ def check_links(
     return forward, backward
 
 
-class Routes:
-    """The messages that a computation needs and makes, as pairs of sending and receiving stage."""
+# By kind and stage of computations, the links of messages that these need, or make; sender first.
+Routes: TypeAlias = defaultdict[tuple[str, int], list[Link]]
 
-    def __init__(self, links: Iterable[Link], gradient_links: Iterable[Link]) -> None:
-        self._needed: defaultdict[tuple[str, int], list[Link]] = defaultdict(list)
-        self._made: defaultdict[tuple[str, int], list[Link]] = defaultdict(list)
-        backward = [("B", target, source) for source, target in reversed(list(gradient_links))]
-        for kind, source, target in [*(("F", *link) for link in links), *backward]:
-            self._needed[kind, target].append((source, target))
-            self._made[kind, source].append((source, target))
 
-    def inputs(self, action: Compute) -> list[Link]:
-        """Returns the links whose messages `action` needs; R and W need none."""
-        return self._needed[action.kind[0], action.stage]
-
-    def outputs(self, action: Compute) -> list[Link]:
-        """Returns the links whose messages `action` makes; R and W make none."""
-        return self._made[action.kind[0], action.stage]
+def _routes(links: Iterable[Link], gradient_links: Sequence[Link]) -> tuple[Routes, Routes]:
+    """Returns the messages that computations need, and those that they make; R and W have none."""
+    needed, made = Routes(list), Routes(list)
+    backward = [("B", target, source) for source, target in reversed(gradient_links)]
+    for kind, source, target in [*(("F", *link) for link in links), *backward]:
+        needed[kind, target].append((source, target))
+        made[kind, source].append((source, target))
+    return needed, made
 
 
 def reductions(placement: Sequence[int], buckets: Sequence[int], rank: int) -> tuple[Reduce, ...]:
@@ -105,9 +100,9 @@ def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None
         raise ScheduleError("Expected a schedule with messages; pass it to lower() first")
     forward, backward = check_links(schedule.num_stages, schedule.links, schedule.gradient_links)
     _check_each_once(schedule, forward, backward)
-    routes = Routes(forward, backward)
+    needed, _ = _routes(forward, backward)
     for rank in range(schedule.num_ranks):
-        _check_order(schedule, rank, routes)
+        _check_order(schedule, rank, needed)
     _check_deadlock(schedule)
     if in_flight is None:
         return
@@ -176,7 +171,7 @@ def broken(rank: int, position: int, action: Action, why: str) -> ScheduleError:
     return ScheduleError(f"Rank {rank}, position {position}, {action}: {why}")
 
 
-def _check_order(schedule: Schedule, rank: int, routes: Routes) -> None:
+def _check_order(schedule: Schedule, rank: int, messages: Routes) -> None:
     """Checks laws 2 and 6 on one rank: what an action depends on comes before it."""
     done: set[Compute | Transfer] = set()
     left = list(reductions(schedule.placement, schedule.buckets, rank))
@@ -186,7 +181,7 @@ def _check_order(schedule: Schedule, rank: int, routes: Routes) -> None:
                 why = f"{left[0] if left else 'none'} is the next reduction of this rank"
                 raise broken(rank, position, action, why)
             left.pop(0)
-        for needed in _needed(schedule, action, routes):
+        for needed in _needed(schedule, action, messages):
             if needed not in done:
                 raise broken(rank, position, action, f"{needed} comes after it")
         done.update(parts_of(action))
@@ -194,7 +189,7 @@ def _check_order(schedule: Schedule, rank: int, routes: Routes) -> None:
         raise ScheduleError(f"Rank {rank}: {left[0]} is missing; other replicas wait for it")
 
 
-def _needed(schedule: Schedule, action: Action, routes: Routes) -> Iterator[Compute | Transfer]:
+def _needed(schedule: Schedule, action: Action, messages: Routes) -> Iterator[Compute | Transfer]:
     if isinstance(action, Reduce):
         for i in range(schedule.num_micro_batches):
             yield Compute(action.stage, "W", i)
@@ -209,7 +204,7 @@ def _needed(schedule: Schedule, action: Action, routes: Routes) -> Iterator[Comp
         if kind in ("B", "BW") and (stage, i) in schedule.repeated:
             yield Compute(stage, "R", i)
         where, direction = schedule.placement, _direction(action)
-        for source, target in routes.inputs(action):
+        for source, target in messages[kind[0], stage]:
             local = where[source] == where[target]
             message = Transfer(source, target, "R", direction, i)
             yield Compute(source, direction, i) if local else message
@@ -264,8 +259,8 @@ def lower(
     schedule = replace(schedule, buckets=tuple(buckets))
     forward, backward = check_links(schedule.num_stages, links, gradient_links)
     _check_each_once(schedule, (), ())
-    routes = Routes(forward, backward)
-    programs = [_program(schedule, rank, routes) for rank in range(schedule.num_ranks)]
+    routes = _routes(forward, backward)
+    programs = [_program(schedule, rank, *routes) for rank in range(schedule.num_ranks)]
     if blocking:
         replay = Replay(programs, blocking=True)
         while stuck := replay.run():
@@ -275,7 +270,7 @@ def lower(
     return replace(schedule, actions=actions, links=forward, gradient_links=backward)
 
 
-def _program(schedule: Schedule, rank: int, routes: Routes) -> list[Action]:
+def _program(schedule: Schedule, rank: int, needed: Routes, made: Routes) -> list[Action]:
     """Returns the actions of one rank with receives before and sends behind computations."""
     program: list[Action] = []
     own = [action for action in schedule.actions[rank] if isinstance(action, Compute)]
@@ -284,9 +279,10 @@ def _program(schedule: Schedule, rank: int, routes: Routes) -> list[Action]:
     ends = {a.stage: position for position, a in enumerate(own) if a.kind in ("W", "BW")}
     left = list(reductions(schedule.placement, schedule.buckets, rank))
     for position, action in enumerate(own):
-        program += _transfers(action, routes.inputs(action), "R", schedule.placement)
+        key = action.kind[0], action.stage
+        program += _transfers(action, needed[key], "R", schedule.placement)
         program.append(action)
-        program += _transfers(action, routes.outputs(action), "S", schedule.placement)
+        program += _transfers(action, made[key], "S", schedule.placement)
         while left and ends[left[0].stage] <= position:
             program.append(left.pop(0))
     return program

@@ -34,9 +34,6 @@ from tarantella_pp.partition.graph.layer_trace import (
 from tarantella_pp.partition.graph.placeholders import SAMPLES, SIZES, SeenTensor
 from tarantella_pp.partition.graph.traced_costs import NodeCost, Priced, memory_of
 
-# Traces a call for one of the numbers of samples, or for any, in training or not.
-Tracer = Callable[[int | None, bool | None, LayerTrace | None], LayerTrace]
-
 
 @dataclass(frozen=True)
 class LargestPart:
@@ -189,7 +186,7 @@ class Inside:
     def __init__(
         self,
         trace: LayerTrace,
-        traced: Tracer,
+        traced: Callable[..., LayerTrace],  # given samples, `training`, a trace it is like
         flags: tuple[bool | None, bool | None],
         is_open: bool,
         given: list[SeenTensor],

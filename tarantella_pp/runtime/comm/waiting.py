@@ -179,7 +179,11 @@ class Waiter:
                         "rank %d has waited %.0f s%s for %s", self.rank, waited, where, what()
                     )
                 if 0 < limits.timeout <= waited:
-                    self._give_up(what(), waited)
+                    raise CommunicationError(
+                        f"Rank {self.rank} waited {waited:.1f} s{self.where()} for {what()} and "
+                        f"gives up (TNT_TIMEOUT={limits.timeout:g}; 0 waits for ever).\n"
+                        f"{self.report()}"
+                    )
             self.between()
             if self.wakeup.sleep(min((now - since) * share, longest)):
                 since = time.perf_counter()
@@ -196,12 +200,6 @@ class Waiter:
             if contended:
                 return False
         return False
-
-    def _give_up(self, what: str, waited: float) -> None:
-        raise CommunicationError(
-            f"Rank {self.rank} waited {waited:.1f} s{self.where()} for {what} and gives up "
-            f"(TNT_TIMEOUT={self.limits.timeout:g}; 0 waits for ever).\n{self.report()}"
-        )
 
 
 class Progress:

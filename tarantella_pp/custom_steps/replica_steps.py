@@ -16,6 +16,7 @@ from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.internals.state import trained_by
 from tarantella_pp.internals.training import batch_norms, moments_known, warn_of_statistics
 from tarantella_pp.runtime.batch import (
+    READER,
     ArrayRows,
     Batch,
     BatchShare,
@@ -55,10 +56,6 @@ class StepFeed(DataFeed):
         self, arrays: ArrayRows, own: Any, order: Any
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         return describe(arrays.whole(own))[1], []
-
-
-# The rank that tries a step: it has the first samples of each batch.
-_TRIES = 0
 
 
 class ReplicaSteps:
@@ -155,7 +152,7 @@ class ReplicaSteps:
                 "layer is called or after the update, or train in one process."
             )
         found = on_one_rank(
-            ranks, _TRIES, f"try {what}",
+            ranks, READER, f"try {what}",  # which has the first samples of each batch
             lambda: found_kinds(tried, tensors_of(batch), by_rows=name == "predict_step"),
         )  # fmt: skip
         kinds = StepKinds(*found)

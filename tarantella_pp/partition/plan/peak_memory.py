@@ -27,9 +27,6 @@ DENSE_COPIES = 1.75
 # keep something there, such as attention and loops, keep about eight tensors, and kept ones go as
 # gradients come, so that there are two of these at most.
 INSIDE = 0.25
-
-# Micro-batches whose outputs wait for metrics to be updated with them, at the most.
-WAITING_OUTPUTS = 1
 # Tensors of the outputs' size that a loss and its gradient make for a moment.
 LOSS_COPIES = 2
 
@@ -54,7 +51,7 @@ def output_bytes(
     tensors = dict.fromkeys(graph.storage(tensor) for tensor in graph.outputs)
     size = rows * sum(graph.tensors[t].bytes_per_sample for t in tensors)
     counted = rows * sum(graph.tensors[t].bytes_per_sample for t in tensors if t in kept)
-    there = in_flight + WAITING_OUTPUTS * use.metrics
+    there = in_flight + use.metrics  # those of one micro-batch, at the most, wait for metrics
     if use.at_once is not None:
         there = micro_batches
     held = min(there, micro_batches) * size - min(in_flight, micro_batches) * counted

@@ -126,19 +126,17 @@ class Samples:
 
     def of(self, rows: slice) -> Samples:
         """Some of the samples alone; a tensor may have several rows for each."""
-        pairs = zip(self.tensors, self.batched, strict=True)
-        some = [_rows_of(x, rows, self.rows) if one else x for x, one in pairs]
+        some = list(self.tensors)
+        for i, tensor in enumerate(some):
+            if self.batched[i]:
+                times = tensor.shape[0] // self.rows
+                some[i] = tensor[rows.start * times : rows.stop * times]
         return Samples(rows.stop - rows.start, some, self.batched)
 
     def in_parts(self, sizes: Sequence[int] = (1, 2)) -> list[slice]:
         """Parts of unlike sizes: of two halves with the same samples, means would tell nothing."""
         first = max(1, self.rows * sizes[0] // sum(sizes))
         return [slice(0, first), slice(first, self.rows)]
-
-
-def _rows_of(tensor: tf.Tensor, rows: slice, count: int) -> tf.Tensor:
-    times = tensor.shape[0] // count
-    return tensor[rows.start * times : rows.stop * times]
 
 
 def most_samples(function: Any) -> int:

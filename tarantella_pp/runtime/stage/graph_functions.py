@@ -148,15 +148,11 @@ class SubgraphExtractor:
 
     def __init__(self, function: Any) -> None:
         self._definition = function.graph.as_graph_def(add_shapes=False)
+        self.calls_functions = bool(self._definition.library.function)  # loops and branches, too
         self._nodes = {node.name: node for node in self._definition.node}
         captured = function.captured_inputs
         places = function.inputs[len(function.inputs) - len(captured) :]
         self._captures = {_name(p): value for p, value in zip(places, captured, strict=True)}
-
-    @property
-    def calls_functions(self) -> bool:
-        """Whether there are loops, branches or other functions in the graph."""
-        return bool(self._definition.library.function)
 
     @functools.cached_property
     def _written(self) -> bytes:

@@ -36,6 +36,8 @@ class SplitBackward:
         if cut.repeats:  # other stages have no R
             again = split_graph(trace, cut.residuals)
             self._whole = BackwardParts(again, trace, module, rebuilt)
+        # Kept for each micro-batch, unknown rows as one; `None` where loops keep lists
+        self.residual_bytes = self._kept.residual_bytes
         self._repeated: set[int] = set()  # micro-batches whose R has run
         self._seeds: dict[int, Sequence[tf.Tensor]] = {}
         self._num_outputs = len(trace.outputs)
@@ -52,11 +54,6 @@ class SplitBackward:
     def _repeat(self) -> CompiledFunction:
         """R, which few schedules have."""
         return CompiledFunction(self._run_repeat, [_KEY])
-
-    @property
-    def residual_bytes(self) -> int | None:
-        """Bytes kept for each micro-batch, unknown rows as one; `None` where loops keep lists."""
-        return self._kept.residual_bytes
 
     def forward(self, key: int, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Runs micro-batch `key` forward and keeps its residuals."""

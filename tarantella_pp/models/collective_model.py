@@ -90,8 +90,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
         if self._engine.groups.pipeline.size > 1:
             with self._engine.communicator.call("get_weights"):
                 self._engine.weights.gather()
-        weights: list[np.ndarray[Any, Any]] = super().get_weights()
-        return weights
+        return list(super().get_weights())
 
     @collective(weights=lambda given: digest(given["weights"]))
     def set_weights(self, weights: Any) -> None:
@@ -122,8 +121,7 @@ class CollectiveModel(keras.Model):  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration of the wrapped model."""
-        config: dict[str, Any] = self._wrapped.get_config()
-        return config
+        return dict(self._wrapped.get_config())
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> keras.Model:

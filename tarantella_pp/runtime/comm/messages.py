@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from numpy.typing import NDArray
@@ -78,39 +78,28 @@ class SendRequest:
         return f"{self.label or 'a message'} to rank {self.world_rank} (tag {self.tag})"
 
 
+@dataclass(eq=False, slots=True)
 class RecvRequest:
     """A message that this rank is ready to receive, into given memory or into memory of ours."""
 
-    __slots__ = (
-        "_arrays", "_channel", "_next", "_parts", "_specs",
-        "label", "nbytes", "number", "source", "tag", "world_rank",
-    )  # fmt: skip
+    channel: Channel
+    label: str
+    tag: int
+    world_rank: int
+    source: int  # the same rank by its number in the group
+    specs: Sequence[TensorSpec]
+    into: Sequence[NDArray[Any]] | None
+    number: int  # of messages with this tag that were expected from it before
+    nbytes: int = 0
+    _arrays: list[NDArray[Any]] = field(default_factory=list)
+    _parts: list[tuple[Bytes, Any]] = field(default_factory=list)  # pieces, each with its request
+    _next: int = 0
 
-    def __init__(
-        self,
-        channel: Channel,
-        specs: Sequence[TensorSpec],
-        source: int,
-        tag: int,
-        label: str,
-        number: int,
-        into: Sequence[NDArray[Any]] | None = None,
-    ) -> None:
-        self.label = label
-        self.source = source  # by its number in the group
-        self.tag = tag
-        self.world_rank = channel.world_ranks[source]
-        self.nbytes = 0
-        self.number = number  # of messages with this tag that were expected from it before
-        self._channel = channel
-        self._specs = specs
-        self._arrays: list[NDArray[Any]] = []
-        self._parts: list[tuple[Bytes, Any]] = []  # pieces of tensors, each with its request
-        self._next = 0
-        for i, spec in enumerate(specs):
-            memory = aligned_memory(spec.nbytes) if into is None else as_bytes(into[i])
+    def __post_init__(self) -> None:
+        for i, spec in enumerate(self.specs):
+            memory = aligned_memory(spec.nbytes) if self.into is None else as_bytes(self.into[i])
             for piece in pieces(memory):
-                request = channel.comm.Irecv((piece, channel.byte), source, tag)
+                request = self.channel.comm.Irecv((piece, self.channel.byte), self.source, self.tag)
                 self._parts.append((piece, request))
             self._arrays.append(memory.view(numpy_dtype(spec.dtype)).reshape(spec.shape))
             self.nbytes += memory.nbytes
@@ -125,33 +114,33 @@ class RecvRequest:
         while self._next < len(self._parts):
             memory, request = self._parts[self._next]
             try:
-                if not request.Test(self._channel.status):
+                if not request.Test(self.channel.status):
                     return False
-            except self._channel.mpi_error as error:
+            except self.channel.mpi_error as error:
                 raise self._mismatch(f"more than {memory.size} bytes at once ({error})") from error
-            got = int(self._channel.status.Get_count(self._channel.byte))
+            got = int(self.channel.status.Get_count(self.channel.byte))
             if got != memory.size:
                 raise self._mismatch(f"{got} bytes where {memory.size} were expected")
             self._next += 1
             if self._next == len(self._parts):
-                self._channel.received(self)
+                self.channel.received(self)
         return True
 
     def wait(self) -> list[NDArray[Any]]:
         """Waits for the message."""
-        self._channel.waiter.until(self.ready, self.__str__, (self.world_rank,), check=self.check)
+        self.channel.waiter.until(self.ready, self.__str__, (self.world_rank,), check=self.check)
         return self._arrays
 
     def check(self) -> None:
         """Refuses to wait for the message if it will not come; see `Agreement.check_message`."""
-        channel = self._channel
+        channel = self.channel
         channel.process.agreement.check_message(
             channel.waiter, self.world_rank, channel.group, self.tag, self.number
         )
 
     def _mismatch(self, got: str) -> CommunicationError:
-        expected = " ".join(map(str, self._specs)) or "no tensors"
-        own = self._channel.world_ranks[self._channel.rank]
+        expected = " ".join(map(str, self.specs)) or "no tensors"
+        own = self.channel.world_ranks[self.channel.rank]
         return CommunicationError(
             f"Rank {own} expects {self} to hold {expected} ({self.nbytes} bytes), "
             f"but rank {self.world_rank} sent {got}."
@@ -217,7 +206,8 @@ class Channel:
         into: Sequence[NDArray[Any]] | None = None,
     ) -> RecvRequest:
         """Makes ready to receive the tensors of one message, into given memory or ours."""
-        request = RecvRequest(self, specs, source, tag, label, self._posted[source, tag], into)
+        number, rank = self._posted[source, tag], self.world_ranks[source]
+        request = RecvRequest(self, label, tag, rank, source, specs, into, number)
         self._posted[source, tag] += 1
         if specs:  # a message without tensors is nothing at all
             self._expected[id(request)] = request

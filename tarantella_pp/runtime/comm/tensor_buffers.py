@@ -57,8 +57,7 @@ def variable_dtype(variable: Any) -> np.dtype[Any]:
 
 def variable_bytes(variable: Any) -> int:
     """Returns the size in bytes of a Keras or TensorFlow variable."""
-    size: int = math.prod(tuple(variable.shape))
-    return size * variable_dtype(variable).itemsize
+    return int(math.prod(tuple(variable.shape))) * variable_dtype(variable).itemsize
 
 
 def value_of(variable: Any) -> np.ndarray[Any, Any]:

@@ -157,8 +157,7 @@ class SubgraphExtractor:
     @functools.cached_property
     def _written(self) -> bytes:
         """The graph as what is not compiled yet keeps it: a tenth of its size as objects."""
-        written: bytes = self._definition.SerializeToString()
-        return written
+        return bytes(self._definition.SerializeToString())
 
     def extract(
         self,

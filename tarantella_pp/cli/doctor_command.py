@@ -96,18 +96,17 @@ def _examined(
     lines: Sequence[hosts.Host], arguments: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], str]:
     """Runs the job; returns what its ranks say, and why it came to no good end, if it did not."""
-    names = [line.name for line in lines]
-    where = ["--hostfile", "hosts", "--no-gpu"]
-    if arguments.hostfile is None:
-        names, where = 2 * names, ["-n", "2", "--share-gpus"]
     reach = ("mpi", "remote_shell", "mpi_args", "python_interpreter")
     given = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in reach}
     options = [f"{option}={value}" for option, value in given.items() if value is not None]
     environment = {**os.environ, "TNT_TIMEOUT": str(WAIT_SECONDS), "TNT_WARN": "0"}
     with tempfile.TemporaryDirectory(prefix="tarantella-doctor-") as folder:
         path = pathlib.Path(folder)
-        (path / "hosts").write_text("".join(f"{name}:1\n" for name in names), encoding="utf-8")
-        where = [str(path / "hosts") if word == "hosts" else word for word in where]
+        where = ["-n", "2", "--share-gpus"]
+        if arguments.hostfile is not None:
+            hostfile = path / "hosts"
+            hostfile.write_text("".join(f"{line.name}:1\n" for line in lines), encoding="utf-8")
+            where = ["--hostfile", str(hostfile), "--no-gpu"]
         command = [sys.executable, "-m", "tarantella_pp", "run", *where, *options]
         command += ["--output-on-all-devices", "--timeout", str(JOB_SECONDS)]
         command += ["--", "-m", "tarantella_pp.runtime.comm.machine"]

@@ -53,10 +53,10 @@ def surrounded(method: Callable[..., Any]) -> Callable[..., Any]:
     def run(model: Any, *args: Any, **kwargs: Any) -> Any:
         plain = model._wrapped
         own = getattr(type(plain), name)
-        if own is getattr(keras.Model, name) or of_keras_fit(kwargs):
+        # Without data, another rank reads them.
+        reads = name == "compile" or (args[0] if args else kwargs.get("x", 0)) is not None
+        if own is getattr(keras.Model, name) or of_keras_fit(kwargs) or not reads:
             return method(model, *args, **kwargs)
-        if name != "compile" and (args[0] if args else kwargs.get("x", 0)) is None:
-            return method(model, *args, **kwargs)  # another rank reads the data
         data = [args, {key: kwargs[key] for key in _DATA if key in kwargs}]
         with _instead_of_keras(plain, model), data_made_of(data):
             return own(plain, *args, **kwargs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -48,37 +49,33 @@ class ReadPart(NamedTuple):
     failure: Exception | None = None
 
 
+@dataclass(eq=False)
 class DataFeed:
     """Hands every rank its part of each batch."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        needs: Sequence[Need],
-        standardize: Callable[[Any], list[tf.Tensor]],
-        shares: Callable[[int], Sequence[BatchShare]],
-    ) -> None:
-        self._communicator = communicator
-        self._needs = needs
-        self._need = needs[communicator.rank]
+    communicator: Communicator
+    needs: Sequence[Need]  # of all ranks
+    standardize: Callable[[Any], list[tf.Tensor]]  # makes model inputs of what a script gives
+    shares: Callable[[int], Sequence[BatchShare]]  # of the replicas, in a number of samples
+
+    def __post_init__(self) -> None:
+        self._need = self.needs[self.communicator.rank]
         self.replica = self._need.replica  # whose samples this rank gets
-        self._standardize = standardize
-        self._shares = shares
-        first = {need.replica: rank for rank, need in reversed(list(enumerate(needs)))}
+        first = {need.replica: rank for rank, need in reversed(list(enumerate(self.needs)))}
         # The first rank of each replica reads for it where each of them reads.
         self.readers = [first[replica] for replica in sorted(first)]
 
     def batches(self, source: Iterable[Any] | None, *, is_split: bool = False) -> Iterator[Batch]:
         """Iterates over the batches of one epoch, on all ranks together."""
         readers = self.readers if is_split else [READER]
-        reads = self._communicator.rank in readers
+        reads = self.communicator.rank in readers
         data = iter(source or ())
         while True:
             part = self._read(data) if reads else ReadPart(_END)
             heard = [
                 part
-                if reader == self._communicator.rank
-                else ReadPart(*self._communicator.receive_json(reader, _NEWS_TAG, label="a batch"))
+                if reader == self.communicator.rank
+                else ReadPart(*self.communicator.receive_json(reader, _NEWS_TAG, label="a batch"))
                 for reader in readers
             ]
             for reader, theirs in zip(readers, heard, strict=True):
@@ -99,7 +96,7 @@ class DataFeed:
         inputs, _, structures = self._opened(arrays.whole(slice(0, 1)))
         signature = _signature(inputs, *structures)
         for order in orders:
-            own = order[self._shares(len(order))[self.replica].own_rows]
+            own = order[self.shares(len(order))[self.replica].own_rows]
             inputs, targets = self._own_parts(arrays, own, order)
             wanted = self._wanted(self._need, len(inputs)) if inputs else ()
             yield self._batch(len(order), {i: inputs[i] for i in wanted}, targets, signature)
@@ -110,7 +107,7 @@ class DataFeed:
         """This rank's parts of a batch: all model inputs, and the targets and their weights."""
         inputs, targets = [], []
         if self._need.inputs:
-            inputs = self._standardize(arrays.inputs(own))
+            inputs = self.standardize(arrays.inputs(own))
         if self._need.targets:
             targets = [leaf for part in arrays.targets(order) for leaf in describe(part)[1]]
         return inputs, targets
@@ -129,7 +126,7 @@ class DataFeed:
             part = ReadPart(_END)
         except Exception as error:
             part = ReadPart(_FAILED, f"{type(error).__name__}: {error}".encode(), failure=error)
-        ranks, news = self._communicator, [part.rows, part.signature]
+        ranks, news = self.communicator, [part.rows, part.signature]
         ranks.send_json(news, ranks.others, _NEWS_TAG, label="batch structure")
         return part
 
@@ -139,7 +136,7 @@ class DataFeed:
         if set(parts) == {_END}:
             return
         if len({part.signature for part in heard}) == 1:
-            shares = [share.counted_rows for share in self._shares(sum(parts))]
+            shares = [share.counted_rows for share in self.shares(sum(parts))]
             if parts == shares and 0 not in parts:
                 return
             wrong = f"parts of {parts} samples, where the replicas' shares are {shares}"
@@ -156,10 +153,10 @@ class DataFeed:
         self, readers: Sequence[int], parts: Sequence[int], part: ReadPart, signature: bytes
     ) -> Batch:
         """Gets inputs from the reader of this rank's replica, and targets from all readers."""
-        own, (specs, *structures) = self._communicator.rank, _described(signature)
+        own, (specs, *structures) = self.communicator.rank, _described(signature)
         leaves = [spec for structure in structures for spec in tensors_in(structure)]
         begins = [*accumulate(parts, initial=0)]
-        shares = self._shares(begins[-1])
+        shares = self.shares(begins[-1])
 
         def inputs_from(place: int, need: Need) -> tuple[Sequence[int], slice]:
             """Which inputs a rank gets from a reader, and which of that one's rows."""
@@ -174,14 +171,14 @@ class DataFeed:
             buffers = _buffers(rows.stop - rows.start, [specs[i] for i in wanted])
             buffers += _buffers(parts[place], leaves) if self._need.targets else []
             requests.append(
-                self._communicator.post_receive(buffers, reader, _DATA_TAG, label="data")
+                self.communicator.post_receive(buffers, reader, _DATA_TAG, label="data")
                 if buffers and reader != own
                 else None
             )
         received: list[list[tf.Tensor]] = [[] for _ in readers]
         if own in readers:
             place = readers.index(own)
-            for rank, need in enumerate(self._needs):
+            for rank, need in enumerate(self.needs):
                 wanted, rows = inputs_from(place, need)
                 whole = rows == slice(0, part.rows)
                 tensors = [part.inputs[i] if whole else part.inputs[i][rows] for i in wanted]
@@ -190,7 +187,7 @@ class DataFeed:
                     received[place] = tensors
                 elif tensors:
                     arrays = [to_buffer(tensor) for tensor in tensors]
-                    self._communicator.send(arrays, rank, _DATA_TAG, label="data")
+                    self.communicator.send(arrays, rank, _DATA_TAG, label="data")
         for place, request in enumerate(requests):
             if request is not None:
                 received[place] = [to_tensor(array) for array in request.wait()]
@@ -204,7 +201,7 @@ class DataFeed:
     def _opened(self, data: Any) -> tuple[list[tf.Tensor], list[tf.Tensor], tuple[Any, Any]]:
         """Takes a batch apart: model inputs; targets and their weights; the structures of both."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        inputs = [dense(tensor, "an input") for tensor in self._standardize(x)]
+        inputs = [dense(tensor, "an input") for tensor in self.standardize(x)]
         y_struct, y_leaves = describe(y)
         w_struct, w_leaves = describe(weight)
         targets = [tf.convert_to_tensor(dense(t, "a target")) for t in (*y_leaves, *w_leaves)]
@@ -214,7 +211,7 @@ class DataFeed:
     def _check_rows(self, tensors: Sequence[tf.Tensor]) -> None:
         """Refuses what has not one row of each tensor for each sample, unless one rank has all."""
         rows = {int(tensor.shape[0]) for tensor in tensors}
-        if len(rows) > 1 and len(self._shares(max(rows))[0].sizes) * self._communicator.size > 1:
+        if len(rows) > 1 and len(self.shares(max(rows))[0].sizes) * self.communicator.size > 1:
             raise ConfigurationError(
                 "Ranks and micro-batches take their samples of a batch, which are along the first "
                 "dimension of all tensors in it: train on one rank, with num_micro_batches=1. "
@@ -229,7 +226,7 @@ class DataFeed:
         self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any], signature: bytes
     ) -> Batch:
         _, *structures = _described(signature)
-        shares, y, weight = self._shares(rows), None, None
+        shares, y, weight = self.shares(rows), None, None
         if self._need.targets:
             y_struct, w_struct = structures
             count = len(tensors_in(y_struct))

@@ -30,8 +30,7 @@ def table(plan: PlanData) -> Group:
     work = "Time" if measured else "FLOPs" if machine.memory_bandwidth is None else "Work"
     seconds = [sum(both) for both in stage_seconds(plan, machine, plan.micro_batch_size)]
     total = sum(seconds) or 1.0
-    heads = ("Ops", "Weights", "State", "Activations", "Memory", work, "Sends")
-    for name in heads:
+    for name in ("Ops", "Weights", "State", "Activations", "Memory", work, "Sends"):
         rows.add_column(name, justify="right", overflow="fold")
     largest = max(stage.memory_bytes for stage in plan.stages)
     for i, stage in enumerate(plan.stages):

@@ -39,7 +39,6 @@ ROUNDS, PRICED_ROUNDS, DRAWS = 12, 1, 3
 Price = Callable[[int, int, int], tuple[float, float]]
 Indices = npt.NDArray[np.intp]
 
-
 # Of the two prices of a stage, which counts.
 USUAL, LEAST = 0, 1
 # Sums that are no more than the memory of stages, and the bytes that each stage may have.

@@ -54,7 +54,6 @@ from tarantella_pp.partition.graph.traced_costs import NodeCost
 
 _REMEDY = "Build it with keras.Model(inputs, outputs) or keras.Sequential([keras.Input(...), ...])."
 
-
 Readings: TypeAlias = "dict[Any, ExtractedModel]"
 
 

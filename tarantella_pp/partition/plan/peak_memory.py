@@ -30,7 +30,6 @@ INSIDE = 0.25
 # Tensors of the outputs' size that a loss and its gradient make for a moment.
 LOSS_COPIES = 2
 
-
 # The stages that use each variable, ascending.
 Users = Sequence[tuple[int, ...]] | Mapping[int, tuple[int, ...]]
 

@@ -26,7 +26,6 @@ _REPEATABLE = {
     *("StridedSlice", "Pack", "Prod", "ConcatV2", "Range", "Fill", "Sub", "Add", "AddV2", "Mul"),
 }
 
-
 # Whether something is so of an operation
 Holds: TypeAlias = Callable[[tf.Operation], bool]
 

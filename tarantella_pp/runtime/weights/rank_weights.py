@@ -137,7 +137,6 @@ class VariableTable:
 # A variable of another model.
 _UNKNOWN = VariableRow(None, False, (), 0, 0)
 
-
 # A stage, and the number of one of its buckets of gradients.
 Bucket: TypeAlias = tuple[int, int]
 

@@ -156,7 +156,7 @@ def facts_of(model: Any, data: Mapping[str, Any]) -> Any:
             "variables": [
                 [v.name, *spec_of(v), bool(v.trainable)] for v in wholes(engine.weights.variables)
             ],
-            "model": engine.plan and engine.extracted.readings[0].graph.fingerprint(),
+            "model": engine.plan and engine.extracted.looked.readings[0].graph.fingerprint(),
             "compiled": compiled,
             "floatx": keras.config.floatx(),
             "data": dict(data),

@@ -107,18 +107,17 @@ def divide(optimizer: Any, weights: Sequence[Any], share: Sequence[Any]) -> list
     kept = {id(variable) for variable in optimizer.variables}
     # Built once for the whole model, whose weights need not be here, with variables of one element:
     # so every rank knows all slots and their order, by which files name them.
+    then: Sequence[Any] = held  # as it was, if something fails
     try:
         _build_anew(optimizer, stand_ins)
         slots = [
             Place(s.kind, [positions[id(w)] for w in s.weights], s.part, s.part_class)
             for s in slots_of(optimizer)
         ]
-    except BaseException:
+        then = share
+    finally:
         _unbuild(optimizer, kept)
-        _build(optimizer, held, values, built)
-        raise
-    _unbuild(optimizer, kept)
-    _build(optimizer, share, values, built)
+        _build(optimizer, then, values, built)
     return slots
 
 

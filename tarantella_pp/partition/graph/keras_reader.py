@@ -7,7 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 from unittest import mock
 
 import keras
@@ -54,8 +54,6 @@ from tarantella_pp.partition.graph.traced_costs import NodeCost
 
 _REMEDY = "Build it with keras.Model(inputs, outputs) or keras.Sequential([keras.Input(...), ...])."
 
-Readings: TypeAlias = "dict[Any, ExtractedModel]"
-
 
 @dataclass(frozen=True, slots=True)
 class ExtractedModel:
@@ -69,8 +67,7 @@ class ExtractedModel:
     # `graph.inputs`
     inputs_struct: Any
     outputs_struct: Any  # likewise for `graph.outputs`
-    looked: Looked  # what is known of the insides of its calls
-    readings: Readings  # of the same model, by level
+    looked: Looked  # what is known of the insides of its calls, and all readings
 
     @property
     def kept_whole(self) -> dict[str, str]:
@@ -86,7 +83,7 @@ class ExtractedModel:
         steps = [name.split("/") for name in names]
         around = frozenset("/".join(s[:i]) for s in steps for i in range(1, len(s)))
         limits = [LargestPart(but=around, cut=frozenset(names))] if around else []
-        before = [self, *self.readings.values()]
+        before = [self, *self.looked.readings.values()]
         readings = itertools.chain(
             before, map(self._opened, limits), map(self.at_level, self.levels)
         )
@@ -106,8 +103,9 @@ class ExtractedModel:
         Layers with more than some share of its operations, or of its weights, are cut by columns.
         """
         key = level if most is None or not level else (level, most)
-        if key not in self.readings:
-            graph, share = self.readings[0].graph, 0.5**level
+        readings: dict[Any, ExtractedModel] = self.looked.readings
+        if key not in readings:
+            graph, share = readings[0].graph, 0.5**level
             most_flops, most_bytes = most or (math.inf, math.inf)
             flops = sum(node.flops for node in graph.nodes)
             weights = sum(weight.bytes for weight in graph.weights if weight.trainable)
@@ -118,11 +116,11 @@ class ExtractedModel:
                 cut_flops=most_flops * flops,
                 cut_bytes=most_bytes * weights,
             )
-            self.readings[key] = self._opened(limits)
-        return self.readings[key]
+            readings[key] = self._opened(limits)
+        return readings[key]
 
     def _opened(self, limits: LargestPart) -> ExtractedModel:
-        return _Reader(self.model, self.looked, limits, self.readings).extracted()
+        return _Reader(self.model, self.looked, limits).extracted()
 
 
 # More levels than any model needs.
@@ -139,7 +137,6 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
     """
     if isinstance(model, ExtractedModel):
         return model
-    readings: Readings = {}
     network = _supported_network(model)
     try:
         build_late(model, inputs_struct(network))
@@ -149,8 +146,8 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
             "Call it on some samples first, or give all sizes that it needs in keras.Input(shape)."
         ) from error
     looked = Looked(network, assumed_size, knows_no_training=not takes_training(model))
-    readings[0] = _Reader(model, looked, None, readings).extracted()
-    return readings[0]
+    found = looked.readings[0] = _Reader(model, looked, None).extracted()
+    return found
 
 
 class _Reader:
@@ -159,17 +156,16 @@ class _Reader:
     An `env` maps `id` of the symbolic tensors of one model, in one call of it, to tensor ids.
     """
 
-    def __init__(
-        self, model: Any, looked: Looked, limits: LargestPart | None, readings: Readings
-    ) -> None:
+    def __init__(self, model: Any, looked: Looked, limits: LargestPart | None) -> None:
         self._model, self._looked, self._limits = model, looked, limits
-        self._readings = readings
+        self._whole: ExtractedModel | None = looked.readings.get(0)  # with nothing opened
         # Of each weight how calls use it, and what a layer computes in all of its calls
         self._uses: defaultdict[int, list[Any]] = defaultdict(list)
         self._flops: defaultdict[int, float] = defaultdict(float)
-        for place, call in enumerate(readings[0].calls if readings else ()):
+        whole = self._whole
+        for call, node in zip(whole.calls, whole.graph.nodes, strict=True) if whole else ():
             layer, given = call.operation, call.arguments
-            self._flops[id(layer)] += readings[0].graph.nodes[place].flops
+            self._flops[id(layer)] += node.flops
             use = (id(layer), parted.goes_back(given), parted.can_be_cut(layer, given))
             for v in call.variables:
                 self._uses[id(v)].append(use)
@@ -205,7 +201,7 @@ class _Reader:
             )
         found = {id(v): v for call in self._calls for v in call.variables}
         # As in the model with nothing opened, so that files of a run know them by their places
-        before = self._readings[0].variables if self._readings else ()
+        before = () if self._whole is None else self._whole.variables
         order = [part for v in before for part in self._parts.get(id(v), [id(v)])]
         variables = tuple({v: found[v] for v in (*order, *found) if v in found}.values())
         graph = graph_of(
@@ -225,7 +221,6 @@ class _Reader:
             inputs_struct=inputs_struct(network),
             outputs_struct=outputs_struct(network),
             looked=self._looked,
-            readings=self._readings,
         )
 
     def _add_tensor(self, name: str, seen: SeenTensor) -> int:

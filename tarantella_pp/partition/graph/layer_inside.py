@@ -85,6 +85,7 @@ class Looked:
     knows_no_training: bool
     insides: dict[tuple[int, int], LayerInside] = field(default_factory=dict)  # by node and visit
     alike: dict[Any, Inside] = field(default_factory=dict)  # what layers have in common
+    readings: dict[Any, Any] = field(default_factory=dict)  # of the model, by level
 
 
 # What calls of Keras' own layers cost whose configurations say all.

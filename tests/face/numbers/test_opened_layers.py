@@ -116,7 +116,7 @@ def test_layers_are_opened_only_where_that_helps_and_stay_as_they_are():
     assert all(node.flops_source == "analytic" for node in closed.graph.nodes)
     finest = closed.at_level(12)
     assert list(map(id, finest.variables)) == list(map(id, closed.variables))  # in checkpoints
-    assert finest.readings[0] is closed
+    assert finest.looked.readings[0] is closed
     assert [len(layer._inbound_nodes) for layer in model._flatten_layers()] == nodes
     assert keras.layers.Layer.__call__ is call
     assert all(map(np.array_equal, before, model.get_weights()))

@@ -9,14 +9,15 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from tarantella_pp.cli.inputs import positive_int, positive_seconds, shell_words
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.launch import environment, hosts, mpi_launchers, records, resources
-from tarantella_pp.launch.hosts import Host, HostRanks
-from tarantella_pp.launch.mpi_launchers import Launcher, slurm_hosts, slurm_tasks
-from tarantella_pp.launch.processes import job_folder
-from tarantella_pp.launch.run_job import Attempt, run_job
+
+if TYPE_CHECKING:
+    from tarantella_pp.launch.hosts import Host, HostRanks
+    from tarantella_pp.launch.mpi_launchers import Launcher
+    from tarantella_pp.launch.run_job import Attempt
 
 EPILOG = """\
 exit codes: 0 all ranks finished; 2 usage; 75 stopped by SIGTERM; 124 --timeout; 130 Ctrl-C;
@@ -82,6 +83,10 @@ def add_reach(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the script; returns the exit code of the job."""
+    from tarantella_pp.launch import environment, hosts, mpi_launchers
+    from tarantella_pp.launch.processes import job_folder
+    from tarantella_pp.launch.run_job import run_job
+
     arguments.command = _script(arguments.command)
     arguments.exports = environment.parse_exports(arguments.exports, os.environ)
     found: Sequence[Host] = ()
@@ -104,6 +109,8 @@ def _attempts(
     arguments: argparse.Namespace, launcher: Launcher, found: Sequence[Host], folder: str
 ) -> Iterator[Attempt]:
     """Yields the job, then again on the hosts that still answer, if it has any."""
+    from tarantella_pp.launch import hosts
+
     attempt = _attempt(arguments, launcher, found, folder)
     asked, shell = attempt.num_ranks, launcher.shell(attempt.environment)
     yield attempt
@@ -119,13 +126,17 @@ def _attempt(
     asked: int | None = None,
 ) -> Attempt:
     """Returns the job on some hosts, with at most as many ranks as were asked for."""
+    from tarantella_pp.launch import environment, mpi_launchers, resources
+    from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE, SIZE_VARIABLE
+    from tarantella_pp.launch.run_job import Attempt
+
     placed, num_ranks, per_node = _placement(arguments, found)
     variables = _variables(arguments, per_node, asked or num_ranks)
     # Started inside another job (salloc, mpiexec), ranks would take its variables for their own.
     given = {**mpi_launchers.without_other_jobs(os.environ), **variables, **arguments.exports}
     # MPI hands on only what it is given by name, and other hosts start from a bare login shell.
     names = {*environment.needed_elsewhere(given), *arguments.exports}
-    names |= {records.SIZE_VARIABLE, records.RANK_VARIABLE, records.LOCAL_RANK_VARIABLE}
+    names |= {SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE}
     interpreter = shlex.split(arguments.python_interpreter or "") or [sys.executable]
     # MPI's launchers begin another program at ":", so all words of colons get one more on the way.
     words = (f":{word}" if word and not word.strip(":") else word for word in arguments.command)
@@ -147,6 +158,9 @@ def _placement(
     arguments: argparse.Namespace, found: Sequence[Host]
 ) -> tuple[tuple[HostRanks, ...], int, int]:
     """Returns the hosts with their ranks, if they are given, all ranks, and the most of a host."""
+    from tarantella_pp.launch import hosts
+    from tarantella_pp.launch.mpi_launchers import slurm_hosts, slurm_tasks
+
     per_node = arguments.n_per_node
     if found:
         placed = hosts.place(found, arguments.num_ranks)
@@ -165,6 +179,9 @@ def _placement(
 
 def _variables(arguments: argparse.Namespace, per_node: int, asked: int) -> dict[str, str]:
     """Returns the environment of the ranks, as far as it is not the user's."""
+    from tarantella_pp.launch import environment, resources
+    from tarantella_pp.launch.records import RESTARTS_VARIABLE
+
     variables = environment.rank_environment(
         arguments.log_level, arguments.output_on_all_devices, {**os.environ, **arguments.exports}
     ) | {
@@ -172,7 +189,7 @@ def _variables(arguments: argparse.Namespace, per_node: int, asked: int) -> dict
         resources.RANKS_VARIABLE: str(per_node),
         resources.BIND_VARIABLE: "" if arguments.bind == "none" else "cores",
         environment.LOG_ALL_VARIABLE: "1" if arguments.log_on_all_devices else "0",
-        records.RESTARTS_VARIABLE: str(asked) if arguments.restarts else "",
+        RESTARTS_VARIABLE: str(asked) if arguments.restarts else "",
         "TNT_TERMINAL": os.environ.get("TNT_TERMINAL", str(int(sys.stdout.isatty()))),
     }
     if arguments.share_gpus:

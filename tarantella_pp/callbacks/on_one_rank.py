@@ -29,8 +29,8 @@ class OnOneRank(keras.callbacks.Callback):
     wait for it, so it may read all weights there, `layer.get_weights()` for histograms, say. They
     come one at a time from the ranks that have them.
 
-    It must not stop training, set the learning rate, change logs, nor call what takes all ranks,
-    such as `model.save`: that is refused by name. All ranks must pass an `OnOneRank`.
+    It must neither stop training nor set the learning rate, nor call what takes all ranks, such as
+    `model.save`: that is refused by name. Its logs are its own. All ranks must pass an `OnOneRank`.
 
     Args:
         callback: The callback; or a function without arguments that makes it, which only that rank
@@ -88,16 +88,17 @@ class OnOneRank(keras.callbacks.Callback):
     def _alone(self, hook: str, *args: Any, **kwargs: Any) -> None:
         ranks = world()
         if ranks.prints:
-            with self._refusing(ranks, next((one for one in args if isinstance(one, dict)), {})):
-                getattr(self.callback, hook)(*args, **kwargs)
+            own = [dict(one) if isinstance(one, dict) else one for one in args]
+            with self._refusing(ranks):
+                getattr(self.callback, hook)(*own, **kwargs)
 
     @contextlib.contextmanager
-    def _refusing(self, ranks: Communicator, logs: dict[str, Any]) -> Iterator[None]:
+    def _refusing(self, ranks: Communicator) -> Iterator[None]:
         """Refuses what all ranks must do."""
         if ranks.size == 1:
             yield
             return
-        name, model, given = type(self.callback).__name__, self.model, dict(logs)
+        name, model = type(self.callback).__name__, self.model
         flags = {flag: bool(getattr(model, flag, False)) for flag in _FLAGS}
         rate = settable_learning_rate(model)
         with ranks.alone(f"Callback {name}"):
@@ -108,8 +109,6 @@ class OnOneRank(keras.callbacks.Callback):
         if rate == rate != settable_learning_rate(model):  # NaN where a schedule sets it
             done.append("sets the learning rate")
             model.optimizer.learning_rate = rate
-        if any(logs.get(key) is not given.get(key) for key in {**logs, **given}):
-            done.append("changes logs")
         if done:
             for flag, value in flags.items():
                 setattr(model, flag, value)

@@ -69,9 +69,9 @@ def on_ranks(folder):
         told(Does(lambda model: model.save(f"{folder}/none.keras"))),
         told(keras.callbacks.EarlyStopping("loss")),
         told(Does(lambda model: 1 / 0)),
-        told(keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: logs.update(loss=7.0))),
     ]
-    after = model.fit(X, Y, **QUIET).history["loss"]
+    changing = keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: logs.update(loss=7))
+    after = model.fit(X, Y, callbacks=[tnt.callbacks.OnOneRank(changing)], **QUIET).history["loss"]
     return made, texts, after
 
 
@@ -90,8 +90,7 @@ def test_reports_are_those_of_one_process(tmp_path):
     for of_first, of_last in zip(first[1], last[1], strict=True):
         assert "ConfigurationError" in of_first or "ZeroDivisionError" in of_first
         assert of_last
-    names = ["stop_training", "sets the learning rate", "calls save()", "EarlyStopping"]
-    names += ["division", "changes logs, which all ranks must"]
+    names = "stop_training", "sets the learning rate", "calls save()", "EarlyStopping", "division"
     for name, text in zip(names, last[1], strict=True):
         assert name in text
 

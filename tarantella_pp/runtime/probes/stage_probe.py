@@ -194,7 +194,8 @@ class StageProbe:
                 raise _mixed(trace, trace.first_call(samples), strange)
         self._refuse_mixed(trace, samples.changed(alike))
         if any("While" in op.type for op in trace.function.graph.get_operations()):
-            self._refuse_mixed(trace, samples.changed(_unequal))  # which end when all are done?
+            with contextlib.suppress(tf.errors.InvalidArgumentError):  # of numbers that are indices
+                self._refuse_mixed(trace, samples.changed(_unequal))  # which end when all are done?
         if trace.rows < samples.rows:  # as many as there are in training
             self._refuse_mixed(trace, samples, (trace.rows, samples.rows - trace.rows))
         self._factors.clear()

@@ -726,6 +726,15 @@ def test_constants_do_not_follow_from_the_order_of_functions():
     assert found[0] == found[1]
 
 
+def test_ids_may_be_floats():
+    ids, found = RNG.integers(0, 7, X.shape).astype("float64"), []
+    for wrap in (compiled, piped):
+        keras.utils.set_random_seed(1)
+        model = chain((X.shape[1],), layers.Embedding(7, 4), layers.LSTM(Y.shape[1]))
+        found.append(trained(wrap(model), ids))
+    assert distance(*found) < 1e-13
+
+
 def regularized(regularizer):
     model = between()
     model.layers[-1].kernel.regularizer = regularizer

@@ -49,22 +49,18 @@ def hdf5_errors() -> Iterator[None]:
     """Raises what the disk refuses once an HDF5 file is closed: HDF5 does not outlive an error."""
     make, errors = h5py.File.__init__, list[OSError]()
 
-    def kept(change: Callable[[Any], int], given: Any) -> int:
-        try:
-            return change(given)
-        except OSError as error:
-            errors.append(error)
-            return 0
-
     class Draft(io.FileIO):
         def write(self, data: Any) -> int:
             left = memoryview(data)
-            while left:
-                left = left[kept(super().write, left) or len(left) :]
+            try:
+                while left:
+                    left = left[super().write(left) :]
+            except OSError as error:
+                errors.append(error)
             return len(data)
 
         def truncate(self, size: int | None = None) -> int:
-            return kept(super().truncate, size)
+            return (size or 0) if errors else super().truncate(size)
 
     def made(file: Any, name: Any, mode: str = "r", **options: Any) -> None:
         new = mode == "w" and isinstance(name, (str, os.PathLike))

@@ -368,7 +368,7 @@ class Compilation:
         self._last_rank = last_rank
         self._communicator = ranks
         self._why_whole: dict[bytes, str | None] = {}
-        on_all_ranks(ranks, "compute the penalties of its weights", self.penalty)
+        on_all_ranks(placed.groups.world, "compute the penalties of its weights", self.penalty)
 
     def outputs(self, batch: Batch) -> OutputUse:
         """What loss and metrics need of the model's outputs; all ranks must call it."""

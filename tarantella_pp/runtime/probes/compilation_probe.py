@@ -379,11 +379,11 @@ def refuse_weights_reached(
         tried("A metric", others(last_rank), metrics.update_state, given, advice)
     trainers: dict[int, int] = {}  # of the weight whose constraint has written something
     for weight in model.trainable_variables:
-        mine, own = table[weight], keras.KerasTensor(tuple(weight.shape), weight.dtype)
+        mine = table[weight]
         if (regularizer := weight.regularizer) is not None and not made_by_keras(regularizer):
             advice = "Add what follows from both with `add_loss`, in a layer that has both."
             what = f"The regularizer of '{weight.path}'"
-            if tried(what, others(mine.owner, weight), regularizer, (own,), advice):
+            if tried(what, others(mine.owner, weight), regularizer, (weight,), advice):
                 raise UnsupportedModelError(
                     f"{what} writes a variable or draws random numbers. It runs for the loss and "
                     "for its gradient, on each rank that needs them, and not once for each batch. "
@@ -394,7 +394,7 @@ def refuse_weights_reached(
             far = [r.variable for r in table.rows if r.ranks and r.trainer != mine.trainer]
             advice = "Use num_stages=1 without shard_optimizer."
             what = f"The constraint of '{weight.path}'"
-            for key in tried(what, far, constraint, (own,), advice):
+            for key in tried(what, far, constraint, (weight,), advice):
                 if trainers.setdefault(key, mine.trainer) != mine.trainer:
                     raise UnsupportedModelError(
                         f"{what} writes a variable, or draws from a generator, of a weight's that "
@@ -405,36 +405,44 @@ def refuse_weights_reached(
 
 def _tried_alone(
     what: str, weights: Sequence[Any], function: Callable[..., Any], given: Any, advice: str
-) -> tuple[Iterator[Constant], set[int]]:
+) -> tuple[list[Constant], set[int]]:
     """Refuses a function that reads some weights, which stand-ins show.
 
     Returns its constants, and by `id` the variables that it writes.
     """
     found, written = list[Any](), set[int]()
+    own = [one for one in keras.tree.flatten(given) if isinstance(one, keras.Variable)]
 
     def trace() -> None:
-        values = [tf.compat.v1.placeholder(w.dtype, tuple(w.shape)) for w in weights]
-        pairs = list(zip(weights, values, strict=True))
+        known = [*weights, *own]
+        values = [tf.compat.v1.placeholder(w.dtype, tuple(w.shape)) for w in known]
+        pairs = list(zip(known, values, strict=True))
         arguments = keras.tree.map_structure(_placeholder, given)
         # Whatever it says to what has no values, it says to the first batch, too.
         with contextlib.suppress(Exception), keras.StatelessScope(state_mapping=pairs) as scope:
             function(*arguments)
-        found.extend(weight for weight, value in pairs if value.consumers())
+        found.extend(weight for weight, value in pairs[: len(weights)] if value.consumers())
         before = {id(weight): value for weight, value in pairs}
         state = scope.state_mapping.items()
         written.update(key for key, value in state if value is not before.get(key))
 
-    traced = tf.function(trace, autograph=False).get_concrete_function()
+    traced, again = (tf.function(trace, autograph=False).get_concrete_function() for _ in "12")
     if found:
         raise UnsupportedModelError(
             f"{what} reads weight '{found[0].path}' past the model's layers, where stages and "
             f"replicas would not train as one process does. {advice}"
         )
+    constants, others = (list(constants_of(one, lambda _: what)) for one in (traced, again))
+    if [number for _, number in constants] != [number for _, number in others]:
+        raise UnsupportedModelError(
+            f"{what} draws random numbers of Python or NumPy, or counts in Python, when it is "
+            "traced, so each trace would compute something else. Draw them once, when it is made."
+        )
     refuse_kept(traced, lambda _: what)
     handles = {inner.op.name: id(outer) for outer, inner in traced.graph.captures}
     effects = effects_of(traced.graph.as_graph_def())
     written.update(handles.get(effect.argument or "", 0) for effect in effects)
-    return constants_of(traced, lambda _: what), written
+    return constants, written
 
 
 def _placeholder(described: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import operator
@@ -120,33 +119,38 @@ def treats_weights_apart(optimizer: Any, weights: Sequence[Any]) -> bool:
 def _reads_of_others(optimizer: Any, weights: Sequence[Any]) -> bool:
     """Whether a weight follows from another one or its gradient, in the graph of a step."""
     small = [stand_in(weight) for weight in [*weights[:_MOST], *weights[_MOST:][-_MOST:]]]
+    try:
+        graph = _graph_of_step(optimizer, small)
+    except Exception:  # one that takes only larger weights, say, has been tried with such
+        return False
+    places = {id(weight.value.handle): i for i, weight in enumerate(small)}
+    pairs = [(places.get(id(outer)), inner.name) for outer, inner in graph.captures]
+    own = {name: 1 << place for place, name in pairs if place is not None}
+    # By tensor: the weights that it follows from, as bits.
+    follows = own | {tensor.name: 1 << i for i, tensor in enumerate(graph.inputs[: len(small)])}
+    for op in 2 * graph.get_operations():  # what a step writes, the next one reads
+        reads = [follows.get(tensor.name, 0) for tensor in op.inputs]
+        bits = functools.reduce(operator.or_, reads, 0)
+        each = reads if op.type == "IdentityN" else len(op.outputs) * [bits]
+        made = zip((tensor.name for tensor in op.outputs), each, strict=False)
+        follows |= dict(made) if reads else {}
+        unchanged = op.node_def.attr["_read_only_resource_inputs"].list.i  # of a branch
+        written = (t for i, t in enumerate(op.inputs) if i not in unchanged)
+        follows |= {tensor.name: bits for tensor in written if tensor.dtype == tf.resource}
+    return any(follows[name] != bit for name, bit in own.items())
+
+
+def _graph_of_step(optimizer: Any, weights: Sequence[Any]) -> tf.Graph:
+    """The graph in which a copy trains weights, without what ranks see to together."""
+    together = ("clipnorm", "global_clipnorm", "gradient_accumulation_steps", "use_ema")
+    copy = _copy(optimizer, **dict.fromkeys(together))
+    copy.build(weights)
 
     def step(*gradients: tf.Tensor) -> None:
-        copy.apply_gradients(zip(gradients, small, strict=True))
+        copy.apply_gradients(zip(gradients, weights, strict=True))
 
-    specs = [tf.TensorSpec(weight.shape, weight.dtype) for weight in small]
-    # Ranks see to these together.
-    together = {"clipnorm", "global_clipnorm", "gradient_accumulation_steps", "use_ema"}
-    # What takes only larger weights, or none without values, has shown what it does already.
-    with contextlib.suppress(Exception):
-        copy: Any = _copy(optimizer, **dict.fromkeys(together))
-        copy.build(small)
-        graph = tf.function(step, autograph=False).get_concrete_function(*specs).graph
-        places = {id(weight.value.handle): i for i, weight in enumerate(small)}
-        pairs = [(places.get(id(outer)), inner.name) for outer, inner in graph.captures]
-        own = {name: 1 << place for place, name in pairs if place is not None}
-        follows = own | {tensor.name: 1 << i for i, tensor in enumerate(graph.inputs[: len(small)])}
-        for op in 2 * graph.get_operations():  # what a step writes, the next one reads
-            reads = [follows.get(tensor.name, 0) for tensor in op.inputs]
-            bits = functools.reduce(operator.or_, reads, 0)
-            each = reads if op.type == "IdentityN" else len(op.outputs) * [bits]
-            made = zip((tensor.name for tensor in op.outputs), each, strict=False)
-            follows |= dict(made) if reads else {}
-            unchanged = op.node_def.attr["_read_only_resource_inputs"].list.i  # of a branch
-            inputs = (t for i, t in enumerate(op.inputs) if i not in unchanged)
-            follows |= {tensor.name: bits for tensor in inputs if tensor.dtype == tf.resource}
-        return any(follows[name] != bit for name, bit in own.items())
-    return False
+    specs = [tf.TensorSpec(weight.shape, weight.dtype) for weight in weights]
+    return tf.function(step, autograph=False).get_concrete_function(*specs).graph
 
 
 def _treats_apart(optimizer: Any) -> bool:

@@ -93,13 +93,7 @@ def rebuild(optimizer: Any, weights: Sequence[Any]) -> None:
 
 def divide(optimizer: Any, weights: Sequence[Any], share: Sequence[Any]) -> list[Place]:
     """Makes an optimizer one for a part of a model; see `rebuild`."""
-    for name, value in vars(optimizer).items():
-        if isinstance(value, keras.optimizers.Optimizer) and value not in parts_of(optimizer):
-            raise UnsupportedModelError(
-                f"Optimizer {type(optimizer).__name__} keeps another one, '{name}', whose slots "
-                "are not among its own, so they cannot be divided among ranks. Derive its class "
-                f"from {type(value).__name__} instead, or train replicas: tnt.Model(model)."
-            )
+    _refuse_hidden(parts_of(optimizer))
     held, built = trained_by(optimizer), optimizer.built
     values = _take_down(optimizer)
     stand_ins = [stand_in(weight) for weight in weights]
@@ -119,6 +113,18 @@ def divide(optimizer: Any, weights: Sequence[Any], share: Sequence[Any]) -> list
         _unbuild(optimizer, kept)
         _build(optimizer, then, values, built)
     return slots
+
+
+def _refuse_hidden(parts: Sequence[Any]) -> None:
+    """Refuses optimizers that keep another one, of which Keras does not know."""
+    for part in parts:
+        for name, value in vars(part).items():
+            if isinstance(value, keras.optimizers.Optimizer) and value not in parts:
+                raise UnsupportedModelError(
+                    f"Optimizer {type(part).__name__} keeps another one, '{name}', whose slots are "
+                    "not among its own, so they cannot be divided among ranks. Derive its class "
+                    f"from {type(value).__name__} instead, or train replicas: tnt.Model(model)."
+                )
 
 
 def finalize_only(optimizer: Any, weights: Sequence[Any], then: Callable[[], None]) -> None:

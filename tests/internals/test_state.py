@@ -46,8 +46,9 @@ def test_an_optimizer_for_a_part_is_as_if_it_had_been_built_for_it(weights):
     assert not optimizer.built
     assert len(optimizer.variables) == 2
     optimizer.inside = keras.optimizers.SGD()
-    with pytest.raises(UnsupportedModelError, match="AdamW keeps another one, 'inside'"):
-        state.divide(optimizer, weights, weights[1:])
+    for outer in (optimizer, keras.optimizers.LossScaleOptimizer(optimizer)):
+        with pytest.raises(UnsupportedModelError, match="AdamW keeps another one, 'inside'"):
+            state.divide(outer, weights, weights[1:])
     del optimizer.inside
     several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(optimizer, {}))
     state.divide(several, weights, weights[1:])

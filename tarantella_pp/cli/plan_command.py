@@ -172,7 +172,7 @@ def _without_words(plan: Plan) -> Iterator[str]:
             f"batch_size={plan.batch_size} makes {plan.num_micro_batches} micro-batches on "
             f"{plan.num_replicas} replicas of unlike sizes; make a plan that divides it"
         )
-    if plan.recompute:
+    if plan.recomputes():
         yield "stages repeat their forward pass; use --recompute none, and its own checkpointing"
 
 

@@ -48,7 +48,7 @@ def agreed_plan(
             bandwidth = magnitude(measure_link(communicator)[0])
             machine = msgspec.structs.replace(machine, bandwidth=bandwidth)
         options = replace(options, machine=machine)
-        if options.memory_limit is None:
+        if not options.limited:
             gpu = gpu_in_use()
             left = memory_of_each_rank(communicator, gpu) - (0 if gpu else memory_in_use())
             memory = int(TENSORS * left)
@@ -88,7 +88,7 @@ def _fitting(
             stacklevel=2,
         )
         return best
-    return msgspec.structs.replace(fitting, memory_limit=None)  # which is not the user's
+    return fitting.limited_to(None)  # which is not the user's
 
 
 def _on_fewer(options: PlanOptions, num_ranks: int) -> PlanOptions:

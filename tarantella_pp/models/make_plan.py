@@ -205,7 +205,7 @@ def _most_of_a_layer(extracted: Any, options: PlanOptions) -> tuple[float, float
     weights = [variable for variable in extracted.variables if variable.trainable]
     if options.balance == "time" or (known and looks_at_wholes(optimizer_of(known), weights)):
         return None
-    for_memory = options.balance == "memory" or options.memory_limit is not None
+    for_memory = options.balance == "memory" or options.limited
     return 1 / stages, 1 / stages if for_memory else math.inf
 
 
@@ -287,7 +287,7 @@ def _further(
     bandwidth = math.inf if planner.machine is None else planner.machine.bandwidth or math.inf
     slow = [shape for shape in shapes if bandwidth < SLOW_LINK and shape[0] == shape[2] > 1]
     found = _searches(planner, replace(options, schedule="eager-1f1b"), None, slow)
-    if options.memory_limit is None or any(planner.loops):
+    if not options.limited or any(planner.loops):
         return found
     rank_limit = None
     if options.num_stages is None and options.stages_per_rank is None:

@@ -42,18 +42,18 @@ class Solution:
 def sums_of(costs: StageCostModel, options: Settings, *, likely: bool = False) -> Prices:
     """Returns what stages cost by their sums alone: state and kept activations, or time.
 
-    They cost that at the least; `likely` is about what they need where all of them recompute.
+    They cost that at the least; `likely` is about what they need where all make things again.
     """
     count, alike, none = options.num_stages, TOLERANCE / 4, np.zeros(len(costs.graph.nodes))
     once, each, times = costs.flops(), none, np.ones(count)
-    recomputes = np.isin(np.arange(count), options.recompute)
+    recomputes = np.array([options.recomputes(stage) for stage in range(count)])
     if options.balance == "time" and costs.seconds is not None:
         forward, backward = np.array(costs.seconds).T
         once, times, alike = forward + backward, recomputes.astype(float), ALIKE
         if recomputes.any():
             each = forward * [node.repeated for node in costs.repeating.nodes]
     elif options.balance == "memory":
-        # Of stages that recompute among others the kept activations are left out of the sums.
+        # Where some stages keep less than others the kept activations are left out of the sums.
         every = bool(recomputes.all())
         once, each = state_sums(costs), activation_sums(costs, again=every)
         times = np.array(options.in_flight, float) * (every | ~recomputes)

@@ -50,7 +50,7 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
     def problem_key(self) -> tuple[Hashable, ...]:
         """What the best stages depend on: options with equal keys have the same."""
         # Arithmetic depends on no schedule: one problem for all of them, solved once.
-        if self.balance == "flops" and self.memory_limit is None and not self.ranks:
+        if self.balance == "flops" and self.limits is None and not self.ranks:
             return (self.balance, self.num_stages, self.micro_batch_size, self.wire_dtype)
         return (msgspec.structs.replace(self, schedule=""), self.send_window)
 
@@ -85,6 +85,11 @@ class PlanOptions:
         if self.num_stages is None and isinstance(self.memory_limit, (list, tuple)):
             return len(self.memory_limit)
         return self.num_stages
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a memory limit."""
+        return self.memory_limit is not None
 
     def given(self) -> dict[str, Any]:
         """Returns the options that differ from their defaults."""

@@ -27,7 +27,6 @@ from tarantella_pp.partition.plan.plan_simulation import (
     with_repeats,
     with_step,
 )
-from tarantella_pp.partition.plan.stage_costs import ways_to_less_memory
 from tarantella_pp.partition.planner import WORTHS, Planner
 from tarantella_pp.schedule import ScheduleSpec
 
@@ -88,32 +87,27 @@ class PlanSearch:
     def options(
         self, *, alone: bool = False, worth: float | None = None, **changes: Any
     ) -> Settings:
-        """Returns the options, some changed; `alone` as if each stage had a rank of its own."""
+        """Returns the options, some changed; `alone` as if each stage had a rank, of any size."""
         settings = replace(self.given, **changes).settled(self.spec)
         settings = self.planner.recomputing(settings, worth)
-        return msgspec.structs.replace(settings, ranks=()) if alone else settings
+        return msgspec.structs.replace(settings, ranks=()).limited_to(None) if alone else settings
 
     def candidates(self) -> list[Candidate]:
         """Returns the numbers of micro-batches to choose from, memory limits left out."""
-        usual = self.options(memory_limit=None)
+        usual = self.options().limited_to(None)
         solution, near = self.planner.solve(usual, roughly=self.roughly), usual.num_micro_batches
         found = []
         for count in sorted(
-            self._counts(limited=self.limited), key=lambda n: abs(math.log(n / near))
+            self._counts(limited=self.given.limited), key=lambda n: abs(math.log(n / near))
         ):
-            options = self.options(num_micro_batches=count, memory_limit=None)
+            options = self.options(num_micro_batches=count).limited_to(None)
             own, alike = solution, count == near
             # By FLOPs only weights come anew for each micro-batch: that is left for the best.
             differs = options.balance != "flops" or bool(options.ranks)
             if not alike and differs and self.planner.spent < QUICK:
                 own, alike = self.planner.solve(options, roughly=self.roughly), True
-            found.append(Candidate(self, options, own, alike and not self.limited))
+            found.append(Candidate(self, options, own, alike and not self.given.limited))
         return found
-
-    @property
-    def limited(self) -> bool:
-        """Whether there is a memory limit."""
-        return self.given.memory_limit is not None
 
     @property
     def _is_slow(self) -> bool:
@@ -133,7 +127,7 @@ class PlanSearch:
                 return []
             pairs = zip(plan.stages, plan.ranks, strict=True)
             limits = tuple(size * stage.memory_bytes // needed[rank] for stage, rank in pairs)
-            return [(seconds, msgspec.structs.replace(plan, memory_limit=limits))]
+            return [(seconds, plan.limited_to(limits))]
         if candidate.final:
             return [candidate.timed]
         count = candidate.options.num_micro_batches
@@ -153,9 +147,7 @@ class PlanSearch:
         """Makes the plan whose largest stage needs the least memory, whatever the limit."""
         smallest = max(self._counts(limited=True))  # micro-batches, which need the least of all
         balance = GIVEN if self.given.balance == GIVEN else "memory"
-        free: dict[str, Any] = {
-            "balance": balance, "memory_limit": None, "num_micro_batches": smallest, "alone": True,
-        }  # fmt: skip
+        free: dict[str, Any] = {"balance": balance, "num_micro_batches": smallest, "alone": True}
         options = self.options(**free)
         least = self.written(self.planner.solve(options), options)
         for worth in self._worths[-1:] if self._is_slow else self._worths:
@@ -205,7 +197,7 @@ class PlanSearch:
                 options = self.planner.refined(solution, options)
             return [self.written(solution, options)]
         except PlanError:
-            if options.memory_limit is None:
+            if options.limits is None:
                 raise
         return []
 
@@ -268,7 +260,7 @@ def _fastest(
             break
         within = candidate.search.within_limit(candidate, deadline)
         found += [timed for timed in within if timed[0] < below]
-        if found and not candidate.search.limited:
+        if found and not candidate.search.given.limited:
             break
     return min(found, key=in_order, default=None)
 
@@ -285,5 +277,5 @@ def infeasible(plan_search: PlanSearch) -> str:
         f"No plan of {least.num_stages} stages keeps the memory limit of {named}. "
         f"Received: memory_limit={plan_search.given.memory_limit!r}. The smallest {known} is "
         f"{size} bytes ({format_bytes(size)}), with num_micro_batches={least.num_micro_batches}, "
-        f"recompute={least.recompute}. {ways_to_less_memory(least)}"
+        f"recompute={least.recompute}. {least.ways_to_less_memory()}"
     )

@@ -221,7 +221,7 @@ class Planner:
     def least_memory(self, options: Settings) -> float:
         """Returns bytes that some stage of every plan needs, whichever stages recompute."""
         # All of them make everything again, whatever the limit.
-        free = msgspec.structs.replace(options, balance="memory", memory_limit=None).recomputing(())
+        free = msgspec.structs.replace(options, balance="memory").limited_to(None).recomputing(())
         found = best_cut(self.blocks, sums_of(self.costs(free), free))
         return math.inf if found is None else found.bound
 

@@ -13,7 +13,7 @@ from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.partition.plan.plan_simulation import searched
-from tarantella_pp.partition.plan.stage_costs import ways_to_less_memory, with_batch
+from tarantella_pp.partition.plan.stage_costs import with_batch
 from tarantella_pp.runtime.comm.machine import memory_of_each_rank
 from tarantella_pp.runtime.probes.compilation_probe import loss_kinds
 from tarantella_pp.runtime.stage.stage_boundary import StageEdge
@@ -155,6 +155,6 @@ class MemoryCheck:
                 f"Rank {needed.index(max(needed))} of the pipeline needs "
                 f"{format_bytes(max(needed))} for a batch of {plan.batch_size} samples, and its "
                 f"share of the memory of this machine is {format_bytes(memory)}. The plan was "
-                f"made for batch_size={self.plan.batch_size}. {ways_to_less_memory(plan)}",
+                f"made for batch_size={self.plan.batch_size}. {plan.ways_to_less_memory()}",
                 stacklevel=2,
             )

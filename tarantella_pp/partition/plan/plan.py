@@ -34,8 +34,8 @@ class Plan(PlanData, frozen=True):
             stages have seconds, measured.
         schedule_text: Text of the schedule where its name does not say all: a user's own, or one
             that was searched for.
-        in_bubbles: Stage and micro-batch of what stages that recompute make again before its
-            gradient is there, while their ranks would wait.
+        in_bubbles: Stage and micro-batch of each forward pass that runs again before its gradient
+            is there, while its rank would wait.
         ranks: Rank of each stage that the plan was made for; empty where each has its own.
         fallbacks: The stages whose backward pass the runtime could not cut in two, and why; known
             once they have trained.

@@ -115,9 +115,9 @@ class PlanData(
 
     @property
     def repeats(self) -> dict[int, HeldAgain]:
-        """Stages that recompute, and what they hold of what they made again."""
-        counts = self.held_again if self.recompute else ()
-        return {stage: counts[stage] for stage in self.recompute}
+        """What each stage that repeats its forward pass holds of what that made."""
+        counts = self.held_again if self.recomputes() else ()
+        return {stage: held for stage, held in enumerate(counts) if self.recomputes(stage)}
 
     def check(self, graph: LayerGraph) -> None:
         """Raises a `PlanError` if this is a plan of another model."""
@@ -137,9 +137,9 @@ def _problems(plan: PlanData) -> list[str]:
     own = [[name for name, s in zip(names, assignment, strict=False) if s == i]
            for i in range(count)]  # fmt: skip
     size, ascends = len(names), plan_parts.ascends
-    limits, ranks, again = plan.memory_limit, plan.ranks, plan.recompute
     ends = [(nodes[0], nodes[-1], len(nodes)) for nodes in own if nodes]
     must_hold = {
+        **plan.must_hold(),
         "assignment and node_names must be equally long": len(assignment) == len(names),
         "work must name all nodes, or none": len(plan.work) in (0, len(names)),
         "recompute_worth must name all nodes, or none": len(plan.recompute_worth) in (0, size),
@@ -150,13 +150,6 @@ def _problems(plan: PlanData) -> list[str]:
         "stages must name their first and last node, and how many there are": (
             [(stage.first, stage.last, stage.nodes) for stage in plan.stages] == ends
         ),
-        f"memory_limit must be one number, or one a stage. Received: {limits}": (
-            limits is None or isinstance(limits, int) or len(limits) == count
-        ),
-        f"ranks must name one for each stage, or none. Received: {list(ranks)}": (
-            len(ranks) in (0, count) and set(ranks) == set(range(len(set(ranks))))
-        ),
-        f"recompute must name stages, ascending. Received: {list(again)}": ascends(again, count),
         "cuts must run from a stage to later ones": (
             all(c.targets and ascends((c.source, *c.targets), count) for c in plan.cuts)
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import msgspec
 
@@ -191,9 +191,13 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     gradient_dtype: NarrowDtype | None = None
     wire_dtype: NarrowDtype | None = None
 
+    def recomputes(self, stage: int | None = None) -> bool:
+        """Whether a stage, or any, repeats its forward pass or parts of it."""
+        return bool(self.recompute) if stage is None else stage in self.recompute
+
     def prices(self, stage: int, nodes: Sequence[int]) -> list[float]:
         """What a byte of activations is worth to some operations of a stage."""
-        if stage not in self.recompute:
+        if not self.recomputes(stage):
             return [self.flops_per_byte] * len(nodes)
         return [self.recompute_worth[node] if self.recompute_worth else math.inf for node in nodes]
 
@@ -238,6 +242,36 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The memory limit of each stage; `None` for any."""
         limit = self.memory_limit
         return (limit,) * self.num_stages if isinstance(limit, int) else limit
+
+    def limited_to(self, limit: MemoryLimit | None) -> Self:
+        """Returns the same with another memory limit, or none."""
+        return msgspec.structs.replace(self, memory_limit=limit)
+
+    def ways_to_less_memory(self) -> str:
+        """Says which other options would take less memory."""
+        ways = ["smaller batches", "more stages"]
+        if self.num_micro_batches < self.batch_size:
+            ways.append("more micro-batches")
+        if len(self.recompute) < self.num_stages:
+            ways.append("recompute='all'")
+        if self.num_replicas > 1 and not self.shard_optimizer:
+            ways.append("shard_optimizer=True")
+        return f"Less is needed with {', '.join(ways[:-1])} or {ways[-1]}."
+
+    def must_hold(self) -> dict[str, bool]:
+        """What options have to be like, in words, and whether they are."""
+        limits, ranks, again = self.limits, self.ranks, self.recompute
+        return {
+            f"memory_limit must be one number, or one a stage. Received: {limits}": (
+                limits is None or len(limits) == self.num_stages
+            ),
+            f"ranks must name one for each stage, or none. Received: {list(ranks)}": (
+                len(ranks) in (0, self.num_stages) and set(ranks) == set(range(len(set(ranks))))
+            ),
+            f"recompute must name stages, ascending. Received: {list(again)}": (
+                ascends(again, self.num_stages)
+            ),
+        }
 
 
 def ascends(stages: Sequence[int], num_stages: int) -> bool:

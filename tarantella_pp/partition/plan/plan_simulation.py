@@ -56,9 +56,9 @@ def with_step(plan: AnyPlan) -> AnyPlan:
 
 
 def with_repeats(plan: AnyPlan) -> AnyPlan:
-    """Has stages of a named schedule that recompute do so while their ranks would wait."""
+    """Has stages of a named schedule make things again while their ranks would wait."""
     spec = plan.schedule_spec()
-    if not plan.recompute or spec.custom is not None or spec.name == SEARCHED:
+    if not plan.recomputes() or spec.custom is not None or spec.name == SEARCHED:
         return plan
     simulation = _as_planned(plan, plan.num_micro_batches)
     found = simulation.repeating(spec.make(plan.num_micro_batches), simulation.costs())
@@ -73,7 +73,7 @@ def _holding(plan: PlanData, schedule: Schedule) -> tuple[StagePlan, ...]:
         msgspec.structs.replace(
             stage,
             in_flight=schedule.held[i],
-            recomputed_bytes=_recomputed_bytes(stage, was, held) if i in plan.recompute else 0,
+            recomputed_bytes=_recomputed_bytes(stage, was, held) if plan.recomputes(i) else 0,
             working_bytes=stage.working_bytes
             + max(0, held.micro_batches - was.micro_batches) * stage.waiting_bytes,
         )
@@ -104,7 +104,7 @@ def _search_limits(plan: PlanData) -> tuple[int, ...]:
             left = max(0, plan.limits[i] - stage.memory_bytes)
             bound = stage.in_flight + left // max(1, stage.activation_bytes + stage.waiting_bytes)
         # A memory limit that was kept by recomputing leaves no room to hold more.
-        if i in plan.recompute:
+        if plan.recomputes(i):
             bound = stage.in_flight  # what waits for its weight gradients is not planned for
         bounds.append(min(plan.num_micro_batches, max(bound, stage.in_flight)))
     return tuple(bounds)

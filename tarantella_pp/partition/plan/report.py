@@ -119,9 +119,9 @@ def _footer(plan: PlanData) -> list[str]:
         where = ", ".join(map(str, tie.stages))
         size = format_bytes(tie.bytes)
         lines.append(f"Stages {where} share {tie.weight} ({size}): {tie.stages[0]} trains it.")
-    if plan.recompute:
-        shares = [(stage, 100 * plan.stages[stage].repeated) for stage in plan.recompute]
-        which = ", ".join(f"stage {stage} {share:.0f} %" for stage, share in shares)
+    shares = [f"stage {i} {100 * stage.repeated:.0f} %" for i, stage in enumerate(plan.stages)]
+    if plan.recomputes():
+        which = ", ".join(share for i, share in enumerate(shares) if plan.recomputes(i))
         early = len(plan.schedule_spec().make(plan.num_micro_batches).repeated)
         waiting = f", {early} times while its rank would wait" * bool(early)
         lines.append(

@@ -56,13 +56,8 @@ class StageCostModel:
         return self.config.micro_batch_size
 
     @cached_property
-    def repeats(self) -> dict[int, HeldAgain]:
-        """Stages that recompute, and what they hold of what they made again."""
-        return {stage: self.held_again[stage] for stage in self.config.recompute}
-
-    @cached_property
     def keeping(self) -> LayerGraph:
-        """The graph, with what its nodes keep of stages that do not recompute."""
+        """The graph, with what its nodes keep of stages that make nothing again."""
         worth, count = self.config.flops_per_byte, len(self.graph.nodes)
         return self.graph.keeping((worth,) * count) if worth else self.graph
 
@@ -147,7 +142,8 @@ class StageCostModel:
         nodes = [graph.nodes[i] for i in ids]
         weights = [graph.weights[w] for w in sorted({w for node in nodes for w in node.weights})]
         parameters = sum(weight.bytes for weight in weights if weight.trainable)
-        kept, size, whole = self._kept(ids, again=stage in self.repeats)
+        repeats = self.config.recomputes(stage)
+        kept, size, whole = self._kept(ids, again=repeats)
         names = {graph.tensors[t].name for t in kept}
         # Messages whose shapes go first are not waited for.
         shapes = any(cut.source == stage and cut.tensor in graph.unsized for cut in cuts)
@@ -158,7 +154,8 @@ class StageCostModel:
         backward = self._backward.bytes(ids, rows)
         again, share = 0, 0.0
         repeated = max(0, whole - size)
-        if (held := self.repeats.get(stage)) is not None:
+        if repeats:
+            held = self.held_again[stage]
             again, share = self._repeated(nodes, backward)
             # Until their W is done it is there of those whose B is, or whose R.
             again = held.micro_batches * repeated + (not held.whole) * (again - repeated)
@@ -330,15 +327,3 @@ def with_batch(
             sizes["backward_seconds"] = longer * stage.backward_seconds
         stages.append(msgspec.structs.replace(stage, in_flight=new.in_flight, **sizes))
     return msgspec.structs.replace(changed, stages=tuple(stages), cuts=now.cuts(plan.assignment))
-
-
-def ways_to_less_memory(plan: Plan) -> str:
-    """Which options of a plan would take less memory."""
-    ways = ["smaller batches", "more stages"]
-    if plan.num_micro_batches < plan.batch_size:
-        ways.append("more micro-batches")
-    if len(plan.recompute) < plan.num_stages:
-        ways.append("recompute='all'")
-    if plan.num_replicas > 1 and not plan.shard_optimizer:
-        ways.append("shard_optimizer=True")
-    return f"Less is needed with {', '.join(ways[:-1])} or {ways[-1]}."

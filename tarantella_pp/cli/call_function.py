@@ -71,33 +71,8 @@ def run(function: Callable[..., Any], ranks: int = 4, *args: Any) -> Any:
         )
     call = _pickled(function, args)
     find_launcher("auto")
-    terminal = getattr(sys.stdout, "isatty", bool)() or "ipykernel" in sys.modules
     with _memory(call) as given, _memory() as found, _memory() as said:
-        files = (given.fileno(), found.fileno(), said.fileno())
-        job = subprocess.Popen(
-            [sys.executable, "-m", __name__, *map(str, (os.getpid(), count, *files))],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # an interrupt comes from here, and once
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(map(str, filter(None, sys.path))),
-                "TNT_TERMINAL": str(int(terminal)),
-            },
-        )
-        try:
-            _show(job)
-        except BaseException:
-            job.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                job.communicate(timeout=_END_SECONDS)
-            raise
-        finally:
-            job.kill()  # its ranks end with it
-            job.communicate()
-            sweep()
-        if job.returncode:
+        if _run_job(count, given, found, said):
             trace, _, line = said.read().decode().strip().rpartition("\n")
             raise LaunchError(f"{line.removeprefix('tarantella: ')}\n\n{trace}".strip())
         if not (result := found.read()):
@@ -125,6 +100,36 @@ def _memory(content: bytes = b"") -> IO[bytes]:
     file.write(content)
     file.flush()
     return file
+
+
+def _run_job(ranks: int, *files: IO[bytes]) -> int:
+    """Runs the job to its end, also an early one; returns its exit code."""
+    terminal = getattr(sys.stdout, "isatty", bool)() or "ipykernel" in sys.modules
+    numbers = (os.getpid(), ranks, *(file.fileno() for file in files))
+    job = subprocess.Popen(
+        [sys.executable, "-m", __name__, *map(str, numbers)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # an interrupt comes from here, and once
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, filter(None, sys.path))),
+            "TNT_TERMINAL": str(int(terminal)),
+        },
+    )
+    try:
+        _show(job)
+    except BaseException:
+        job.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.communicate(timeout=_END_SECONDS)
+        raise
+    finally:
+        job.kill()  # its ranks end with it
+        job.communicate()
+        sweep()
+    return job.returncode
 
 
 def _show(job: subprocess.Popen[bytes]) -> None:

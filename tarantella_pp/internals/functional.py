@@ -36,11 +36,7 @@ def network_around(model: Any) -> Any:
     for node in reversed(model._inbound_nodes):
         args, kwargs = node.arguments.args, node.arguments.kwargs
         others = {name for name, value in kwargs.items() if value is not None} - {"training"}
-        if (
-            len(args) == 1
-            and not others
-            and all(_is_input(tensor) for tensor in tree.flatten(args[0]))
-        ):
+        if len(args) == 1 and not others and all(map(_is_input, tree.flatten(args[0]))):
             outputs = compute_output_spec(model, args[0])
             return Function(args[0], tree.pack_sequence_as(outputs, node.outputs))
     return None
@@ -63,9 +59,8 @@ def output_names(model: Any) -> list[str] | None:
 
 
 def _is_input(tensor: Any) -> bool:
-    return isinstance(tensor, keras.KerasTensor) and isinstance(
-        tensor._keras_history.operation, keras.layers.InputLayer
-    )
+    kind = keras.layers.InputLayer
+    return isinstance(tensor, keras.KerasTensor) and isinstance(input_layer_of(tensor), kind)
 
 
 def runs_its_graph(model: Any) -> bool:

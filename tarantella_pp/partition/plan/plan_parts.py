@@ -260,17 +260,16 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def must_hold(self) -> dict[str, bool]:
         """What options have to be like, in words, and whether they are."""
-        limits, ranks, again = self.limits, self.ranks, self.recompute
+        count, limits = self.num_stages, self.limits
+        ranks, again = [*self.ranks], [*self.recompute]
         return {
             f"memory_limit must be one number, or one a stage. Received: {limits}": (
-                limits is None or len(limits) == self.num_stages
+                limits is None or len(limits) == count
             ),
-            f"ranks must name one for each stage, or none. Received: {list(ranks)}": (
-                len(ranks) in (0, self.num_stages) and set(ranks) == set(range(len(set(ranks))))
+            f"ranks must name one for each stage, or none. Received: {ranks}": (
+                len(ranks) in (0, count) and set(ranks) == set(range(len(set(ranks))))
             ),
-            f"recompute must name stages, ascending. Received: {list(again)}": (
-                ascends(again, self.num_stages)
-            ),
+            f"recompute must name stages, ascending. Received: {again}": ascends(again, count),
         }
 
 

@@ -142,23 +142,11 @@ class StageCostModel:
         nodes = [graph.nodes[i] for i in ids]
         weights = [graph.weights[w] for w in sorted({w for node in nodes for w in node.weights})]
         parameters = sum(weight.bytes for weight in weights if weight.trainable)
-        repeats = self.config.recomputes(stage)
-        kept, size, whole = self._kept(ids, again=repeats)
-        names = {graph.tensors[t].name for t in kept}
-        # Messages whose shapes go first are not waited for.
-        shapes = any(cut.source == stage and cut.tensor in graph.unsized for cut in cuts)
-        window = None if shapes else self.config.send_window
-        received, sent, returned = peak_memory.message_bytes(
-            cuts, stage, in_flight, names, self.config.sent, window
-        )
+        kept, size, whole = self._kept(ids, again=self.config.recomputes(stage))
+        received, sent, returned = self._messages(cuts, stage, kept)
         backward = self._backward.bytes(ids, rows)
-        again, share = 0, 0.0
         repeated = max(0, whole - size)
-        if repeats:
-            held = self.held_again[stage]
-            again, share = self._repeated(nodes, backward)
-            # Until their W is done it is there of those whose B is, or whose R.
-            again = held.micro_batches * repeated + (not held.whole) * (again - repeated)
+        again, share = self._again(nodes, stage, repeated, backward)
         waiting = self._waiting_for_w(ids, stage, cuts)
         # While one runs backward, the others wait for their W.
         others = self.held_again[stage].micro_batches - 1 if waiting else 0
@@ -215,8 +203,22 @@ class StageCostModel:
         most = max(sum(here[w.id] - elsewhere[w.id] for w in share) for share in shares)
         return math.ceil(sum(elsewhere[w.id] for w in own) + most)
 
-    def _repeated(self, nodes: Sequence[Node], backward: int) -> tuple[int, float]:
-        """Returns bytes that recomputing adds to a backward pass, and its share of the forward."""
+    def _messages(
+        self, cuts: Sequence[CutEdge], stage: int, kept: set[int]
+    ) -> tuple[int, int, int]:
+        """Returns the memory of messages; see `message_bytes`."""
+        names = {self.graph.tensors[t].name for t in kept}
+        # Messages whose shapes go first are not waited for.
+        shapes = any(cut.source == stage and cut.tensor in self.graph.unsized for cut in cuts)
+        window, in_flight = None if shapes else self.config.send_window, self.in_flight[stage]
+        return peak_memory.message_bytes(cuts, stage, in_flight, names, self.config.sent, window)
+
+    def _again(
+        self, nodes: Sequence[Node], stage: int, repeated: int, backward: int
+    ) -> tuple[int, float]:
+        """Returns bytes that recomputing adds to backward passes, and its share of the forward."""
+        if not self.config.recomputes(stage):
+            return 0, 0.0
         again = [self.repeating.nodes[node.id] for node in nodes]
         # What runs again for later operations is there for its own gradient, too: nothing of it is
         # made a third time.
@@ -224,7 +226,10 @@ class StageCostModel:
         times = [node.flops if self.seconds is None else self.seconds[node.id][0] for node in again]
         parts = [seconds * node.repeated for seconds, node in zip(times, again, strict=True)]
         share = min(1.0, sum(parts) / sum(times)) if sum(times) else 1.0
-        return max(0, more - backward), share
+        # Until their W is done it is there of those whose B is, or whose R.
+        count, is_whole = self.held_again[stage]
+        last = 0 if is_whole else max(0, more - backward) - repeated
+        return count * repeated + last, share
 
     def _waiting_for_w(self, ids: Sequence[int], stage: int, cuts: Sequence[CutEdge]) -> int:
         """Returns bytes of gradients of products that a B leaves to its W."""

@@ -235,8 +235,7 @@ def test_the_search_uses_what_it_is_given():
     found = search_schedule(4, 8, costs=slow)
     assert simulate(lower(make_schedule("zb-h1", 4, 8)), slow).step_seconds == 38
     assert simulate(lower(found), slow).step_seconds == 3 + 8 * 4  # no schedule is faster
-    held = search_schedule(4, 8, costs=slow, in_flight_limit=2)
-    assert max(held.in_flight(stage) for stage in range(4)) == 2
+    assert max(search_schedule(4, 8, costs=slow, in_flight_limit=2).held) == 2
     cheap = StageCosts(1.0, 1.0, 1.0, full_backward=1.2)
     found = search_schedule(2, 8, costs=Costs((cheap,) * 2))
     assert all(action.kind in ("F", "BW") for action in found.computations())

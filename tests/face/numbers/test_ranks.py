@@ -202,7 +202,7 @@ def test_schedules_that_are_searched_for_and_the_users_own(tmp_path):
         assert (schedule.name, schedule.num_micro_batches) == ("zb-auto", 3)
         assert schedule.repeated
         assert schedule.placement == (0, 1, 1, 0)
-        assert result["held"] == [schedule.in_flight(stage) for stage in range(4)]
+        assert result["held"] == list(schedule.held)
         assert 1e-6 < distance(expected, result["narrow"]) < 0.05
 
 

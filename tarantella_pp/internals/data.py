@@ -193,11 +193,8 @@ def _quiet(kind: type) -> type:
 
 def has_stopped(callback: Any) -> bool:
     """Whether a callback is an `EarlyStopping` that has lost its patience."""
-    return (
-        isinstance(callback, keras.callbacks.EarlyStopping)
-        and callback.stopped_epoch > 0
-        and callback.wait >= callback.patience
-    )
+    stops = isinstance(callback, keras.callbacks.EarlyStopping)
+    return stops and callback.stopped_epoch > 0 and callback.wait >= callback.patience
 
 
 def _number(value: Any) -> Any:

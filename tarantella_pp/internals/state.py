@@ -351,12 +351,9 @@ def _build_anew(optimizer: Any, weights: Sequence[Any]) -> None:
 
 
 def _is_per_weight(name: str, value: Any, weights: Sequence[Any]) -> bool:
-    return (
-        isinstance(value, (list, tuple))
-        and name not in _BOOKS
-        and len(value) == len(weights)
-        and all(slot is None or isinstance(slot, keras.Variable) for slot in value)
-    )
+    if not isinstance(value, (list, tuple)) or name in _BOOKS or len(value) != len(weights):
+        return False
+    return all(slot is None or isinstance(slot, keras.Variable) for slot in value)
 
 
 def stand_in(weight: Any) -> Any:

@@ -165,16 +165,14 @@ class DataFeed:
             wanted = self._wanted(need, len(specs)) if gets else ()
             return wanted, slice(rows.start - begins[place], rows.stop - begins[place])
 
-        requests = []
+        requests = {}
         for place, reader in enumerate(readers):
             wanted, rows = inputs_from(place, self._need)
             buffers = _buffers(rows.stop - rows.start, [specs[i] for i in wanted])
             buffers += _buffers(parts[place], leaves) if self._need.targets else []
-            requests.append(
-                self.communicator.post_receive(buffers, reader, _DATA_TAG, label="data")
-                if buffers and reader != own
-                else None
-            )
+            if buffers and reader != own:
+                request = self.communicator.post_receive(buffers, reader, _DATA_TAG, label="data")
+                requests[place] = request
         received: list[list[tf.Tensor]] = [[] for _ in readers]
         if own in readers:
             place = readers.index(own)
@@ -188,9 +186,8 @@ class DataFeed:
                 elif tensors:
                     arrays = [to_buffer(tensor) for tensor in tensors]
                     self.communicator.send(arrays, rank, _DATA_TAG, label="data")
-        for place, request in enumerate(requests):
-            if request is not None:
-                received[place] = [to_tensor(array) for array in request.wait()]
+        for place, request in requests.items():
+            received[place] = [to_tensor(array) for array in request.wait()]
         wanted, source = self._wanted(self._need, len(specs)), _source(self._need, readers)
         inputs = dict(zip(wanted, received[source], strict=False))
         received[source] = received[source][len(wanted) :]

@@ -251,8 +251,5 @@ def _in_order(value: Any, struct: Any) -> list[Any] | None:
 
 def _fits(given: Tensor, inner: Any) -> bool:
     """Returns whether the nested model takes this tensor as it is, without converting it."""
-    return (
-        given.dtype == inner.dtype
-        and len(given.shape) == len(inner.shape)
-        and not (inner.sparse or inner.ragged)
-    )
+    alike = (given.dtype, len(given.shape)) == (inner.dtype, len(inner.shape))
+    return alike and not (inner.sparse or inner.ragged)

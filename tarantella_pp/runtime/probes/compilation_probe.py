@@ -114,10 +114,7 @@ def _tried(loss: Any, y: Any, shapes: Sequence[Shape]) -> tuple[str | None, str]
     if found is None:
         return f"loss '{loss.name}' does not take the targets that it was tried with", ROWS
     if found >= {MEAN, SUM}:
-        return (
-            f"loss '{loss.name}' has terms that are zero for the targets that it is tried with",
-            ROWS,
-        )
+        return f"loss '{loss.name}' has terms that are zero for the targets it is tried with", ROWS
     kind = chosen(found, (ROWS, MEAN, SUM))
     if kind is None:
         return f"loss '{loss.name}' looks at several samples at once", ROWS

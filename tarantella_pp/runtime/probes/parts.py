@@ -324,10 +324,8 @@ class PartsProbe:
     def counters(self) -> dict[int, set[bool]]:
         """Which written variables say what is drawn, and whether that has shapes of samples."""
         found = defaultdict[int, set[bool]](set)
-        numbers = {
-            id(variable.handle): i
-            for i, variable in enumerate(self._variables[: self._num_written])
-        }
+        written = self._variables[: self._num_written]
+        numbers = {id(variable.handle): i for i, variable in enumerate(written)}
         captures = {inner.op: id(outer) for outer, inner in self._function.graph.captures}
         for draw, axis in zip(self.draws, self._axes, strict=True):
             for handle in {captures.get(op, 0) for op in ancestors(draw.op.inputs[1:])}:

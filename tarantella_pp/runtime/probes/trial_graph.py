@@ -21,10 +21,7 @@ DRAWS = re.compile(
 _TAKES_SHAPE = re.compile(r"(Stateless)?(Random|Truncated)")
 # The dtypes in which others are tried. Weights are float32 where numbers are half as long, so that
 # they need no copies in float32.
-FLOAT32 = {
-    types_pb2.DT_HALF: types_pb2.DT_FLOAT,
-    types_pb2.DT_BFLOAT16: types_pb2.DT_FLOAT,
-}
+FLOAT32 = dict.fromkeys((types_pb2.DT_HALF, types_pb2.DT_BFLOAT16), types_pb2.DT_FLOAT)
 FLOAT64 = {
     **dict.fromkeys((*FLOAT32, types_pb2.DT_FLOAT), types_pb2.DT_DOUBLE),
     types_pb2.DT_COMPLEX64: types_pb2.DT_COMPLEX128,

@@ -193,11 +193,8 @@ def _kept(
         [*trace.input_gradients, *_quick(trace, sides)], lambda t: t.op not in sides.after
     )
     of_b = run_by_b | {seed.op for seed in trace.seeds}
-
-    def is_older(tensor: tf.Tensor) -> bool:
-        return tensor.op not in sides.after or tensor.op in of_b
-
-    read_by_w, _ = graph_functions.frontier(trace.weight_gradients, is_older)
+    left = sides.after - of_b
+    read_by_w, _ = graph_functions.frontier(trace.weight_gradients, lambda t: t.op not in left)
     older = [tensor for tensor in read_by_w if tensor.op not in of_b]
     # B repeats dear operations once, for both. It makes what W alone keeps, so W's cut begins with
     # what B is given.

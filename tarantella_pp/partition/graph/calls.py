@@ -114,24 +114,14 @@ def graph_of(
     """
     weights = tuple(_weight(i, v, id(v) in states) for i, v in enumerate(variables))
     ids = {id(variable): i for i, variable in enumerate(variables)}
-    sized = tuple(
-        # Tables of positions have no row for a sample; they count as one, never as nothing.
-        replace(
-            tensor,
-            bytes_per_sample=max(1, tensor.rows_per_sample or 1)
-            * math.prod(sample_shape(tensor.shape, assumed_size))
-            * item_bytes(tensor.dtype),
-        )
-        for tensor in found
-    )
     nodes = tuple(
-        _node(i, call, sized, tuple(weights[ids[id(v)]] for v in call.variables))
+        _node(i, call, found, tuple(weights[ids[id(v)]] for v in call.variables))
         for i, call in enumerate(calls)
     )
     unknown = any(sample_shape(t.shape, 1) != sample_shape(t.shape, 2) for t in found)
     return LayerGraph(
         nodes=nodes,
-        tensors=_tensors(sized, nodes),
+        tensors=_tensors(found, nodes),
         inputs=inputs,
         outputs=outputs,
         weights=weights,

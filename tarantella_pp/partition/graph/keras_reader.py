@@ -51,6 +51,7 @@ from tarantella_pp.partition.graph.placeholders import (
     probe_of,
 )
 from tarantella_pp.partition.graph.traced_costs import NodeCost
+from tarantella_pp.partition.graph.units import item_bytes, sample_shape
 
 _REMEDY = "Build it with keras.Model(inputs, outputs) or keras.Sequential([keras.Input(...), ...])."
 
@@ -224,11 +225,14 @@ class _Reader:
         )
 
     def _add_tensor(self, name: str, seen: SeenTensor) -> int:
+        entries = math.prod(sample_shape(seen.shape, self._looked.assumed_size))
         tensor = Tensor(
             id=len(self._tensors),
             name=name,
             shape=seen.shape,
             dtype=seen.dtype,
+            # Tables of positions have no row for a sample; they count as one, never as nothing.
+            bytes_per_sample=max(1, seen.rows or 1) * entries * item_bytes(seen.dtype),
             mask_shape=seen.mask_shape,
             rows_per_sample=seen.rows,
             sample_axis=seen.sample_axis,

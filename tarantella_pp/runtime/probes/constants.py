@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-Constant: TypeAlias = (
-    "tuple[Callable[[], str], float]"  # where it is, and what tells it from others
-)
+# Where it is, and what tells it from others.
+Constant: TypeAlias = "tuple[Callable[[], str], float]"
 _MANY = 1_000_000  # numbers that are looked at together
 
 

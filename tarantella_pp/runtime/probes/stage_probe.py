@@ -255,20 +255,19 @@ class StageProbe:
         found = list(inputs)
         batched = self._batched(rows, inputs)
         size = rows
+
+        def beside(more: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+            trios = zip(found, more, batched, strict=True)
+            return [tf.concat([x, y], 0) if one else x for x, y, one in trios]
+
         for more in following if any(batched) else ():
             if size >= _WANTED or len(more) != len(found):
                 break
             place = batched.index(True)
             size += more[place].shape[0] * rows // inputs[place].shape[0]
-            found = [
-                tf.concat([x, y], 0) if one else x
-                for x, y, one in zip(found, more, batched, strict=True)
-            ]
+            found = beside(more)
         while size < _ENOUGH:
-            found = [
-                tf.concat([x, x if size > 1 else apart(x)], 0) if one else x
-                for x, one in zip(found, batched, strict=True)
-            ]
+            found = beside(found if size > 1 else map(apart, found))
             size *= 2
         return Samples(size, found, batched)
 

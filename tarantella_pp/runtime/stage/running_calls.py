@@ -140,6 +140,7 @@ class _OpenedRun:
         if self._in_leaf or is_glue(layer, self._inside):
             return call(layer, *args, **kwargs)
         path: Path = ()
+        flat = functional.tree.flatten((args, kwargs))
         if self._open:
             around = self._open[-1]
             path = around.next_path(layer, self._layer.calls[around.path])
@@ -150,21 +151,17 @@ class _OpenedRun:
         if path in self._around:
             result = self._enter(path, call, layer, args, kwargs)
         elif path in self._here:
-            flat = functional.tree.flatten((args, kwargs))
             tensors = [value for value in flat if isinstance(value, tf.Tensor)]
             self._args[path] = [*tensors, *map(functional.get_mask, tensors)]
             result = self._make(call, layer, args, kwargs)
         else:
-            given = functional.tree.flatten((args, kwargs))
             for place in known.removes:
-                functional.set_mask(given[place], None)
+                functional.set_mask(flat[place], None)
             return self._packed(known)
         if path in self._here:
             result = functional.tree.map_structure(own_tensor, result)
-            values = [
-                value for value in functional.tree.flatten(result) if isinstance(value, tf.Tensor)
-            ]
-            self._values.tensors.update(zip(self._whole.made[path], values, strict=True))
+            made = [x for x in functional.tree.flatten(result) if isinstance(x, tf.Tensor)]
+            self._values.tensors.update(zip(self._whole.made[path], made, strict=True))
             self._values.made(self._here[path][1])
             return result
         is_known = all(tensor in self._values.tensors for tensor in self._whole.made[path])

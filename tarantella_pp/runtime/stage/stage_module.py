@@ -61,15 +61,12 @@ class GradientAccumulator:
         """Adds the dense gradients of a micro-batch; the first ones replace the old."""
         pairs = zip(self._dense, gradients, strict=True)
         dense = [(total, gradient) for total, gradient in pairs if total is not None]
-
-        def replace() -> tf.Operation:
-            return tf.group(*(total.assign(gradient) for total, gradient in dense))
-
-        def add() -> tf.Operation:
-            return tf.group(*(total.assign_add(gradient) for total, gradient in dense))
-
         if dense:
-            tf.cond(first, replace, add)
+            tf.cond(
+                first,
+                lambda: tf.group(*(total.assign(gradient) for total, gradient in dense)),
+                lambda: tf.group(*(total.assign_add(gradient) for total, gradient in dense)),
+            )
 
     def slices_of(self, gradients: Sequence[Any]) -> list[Slices]:
         """The sparse gradients of a micro-batch, as `collect` takes them."""

@@ -76,14 +76,10 @@ def looks_at_wholes(optimizer: Any, weights: Sequence[Any]) -> Any:
     """
     delegates = delegates_of(wrapped_in(optimizer), weights)
     for part in delegates or [wrapped_in(optimizer)]:
-        clips = part in delegates and part.clipnorm
+        apart = (part in delegates and part.clipnorm) or any(excludes(part, w) for w in weights)
         scales_tried = _SCALES[:1] if is_keras_optimizer(part) else _SCALES
         tried = itertools.product(_CUT_SHAPES, scales_tried)
-        if (
-            clips
-            or any(excludes(part, w) for w in weights)
-            or not all(_by_parts(part, shape, scales) for shape, scales in tried)
-        ):
+        if apart or not all(_by_parts(part, shape, scales) for shape, scales in tried):
             return part
     return None
 

@@ -46,8 +46,10 @@ def put_together(parts: Sequence[Slices], fixed: Sequence[bool], weight: Any) ->
     found = []
     for place, is_fixed in enumerate(fixed):
         values, indices = zip(*((v[place], i[place]) for v, i in every), strict=True)
-        added = (tf.add_n(values), indices[0] + rows)
-        found.append(added if is_fixed else (tf.concat(values, 0), tf.concat(indices, 0)))
+        if is_fixed:
+            found.append((tf.add_n(values), indices[0] + rows))
+        else:  # any number in each part
+            found.append((tf.concat(values, 0), tf.concat(indices, 0)))
     values, indices = zip(*found, strict=True)
     return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), shape)
 

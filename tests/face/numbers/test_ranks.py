@@ -43,7 +43,7 @@ TWO = [
     Run("merged_windows, evenly", 6, 2, "1f1b"),
     Run("tied_head, evenly", 2, 4, "zb-h1", recompute="all"),
     Run("batch_norm, evenly", 1, 2, replicas=2, recompute="all"),
-    Run("positions, evenly", 1, 2, replicas=2),
+    Run("positions", 1, 2, replicas=2),
 ]
 FOUR = [
     Run("long_skip, evenly", 4, 4, "gpipe"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,22 @@ def parts_of(optimizer: Any) -> list[Any]:
     elif isinstance(optimizer, keras.optimizers.MultiOptimizer):
         inner = optimizer.optimizers
     return [optimizer, *(part for other in inner for part in parts_of(other))]
+
+
+def copied(optimizer: Any, **options: Any) -> Any:
+    """Another one of its class that has trained nothing, with some of its options changed."""
+    try:
+        config = optimizer.get_config()
+        config |= {name: options[name] for name in options.keys() & config}
+        return type(optimizer).from_config(config)
+    except Exception:  # its config leaves out what its __init__ takes, or has none
+        if optimizer.built:
+            raise
+    made, strategy = type(optimizer).__new__(type(optimizer)), optimizer._distribution_strategy
+    memo = {id(optimizer): made, id(strategy): strategy}  # there is one strategy only
+    vars(made).update({name: copy.deepcopy(v, memo) for name, v in vars(optimizer).items()})
+    vars(made).update({name: options[name] for name in options.keys() & vars(made)})
+    return made
 
 
 def delegates_of(optimizer: Any, weights: Sequence[Any]) -> list[Any]:

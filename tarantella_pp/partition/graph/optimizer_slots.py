@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.internals.optimizers import copied
 from tarantella_pp.internals.state import name_by_path, outside_stateless_scopes
 from tarantella_pp.partition.graph.layer_graph import Weight
 from tarantella_pp.partition.graph.units import item_bytes
@@ -62,7 +63,7 @@ def _slots(optimizer: Any, weight: Weight) -> list[tuple[tuple[int, ...], int]]:
     """The slots of variables of this rank: the dimensions that each has, and its item size."""
     shape = _PRIMES[: len(weight.shape)]
     with outside_stateless_scopes():
-        optimizer = type(optimizer).from_config(optimizer.get_config())
+        optimizer = copied(optimizer)
         variable = keras.Variable(keras.ops.zeros(shape, weight.dtype), dtype=weight.dtype)
         name_by_path(variable, weight.name)
         optimizer.build([variable])

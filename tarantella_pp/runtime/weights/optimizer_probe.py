@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.optimizers import (
+    copied,
     delegates_of,
     excludes,
     is_keras_optimizer,
@@ -139,7 +140,7 @@ def _reads_of_others(optimizer: Any, weights: Sequence[Any]) -> bool:
 def _graph_of_step(optimizer: Any, weights: Sequence[Any]) -> tf.Graph:
     """The graph in which a copy trains weights, without what ranks see to together."""
     together = ("clipnorm", "global_clipnorm", "gradient_accumulation_steps", "use_ema")
-    copy = _copy(optimizer, **dict.fromkeys(together))
+    copy = copied(optimizer, **dict.fromkeys(together))
     copy.build(weights)
 
     def step(*gradients: tf.Tensor) -> None:
@@ -164,7 +165,8 @@ def _treats_apart(optimizer: Any) -> bool:
     raise ConfigurationError(
         f"Optimizer {type(optimizer).__name__} cannot be tried out with other weights "
         f"({type(error).__name__}: {error}), as it must be for several ranks. Make "
-        "`get_config` return what its __init__ takes, or run all stages in one process."
+        "`get_config` return what its __init__ takes, compile with an optimizer that has not "
+        "trained, or run all stages in one process."
     ) from error
 
 
@@ -174,7 +176,7 @@ def _tried(
     """What made-up weights become that a copy of the optimizer trains, or what its class raises."""
     try:
         weights = [keras.Variable(value) for value in values]
-        copy = _copy(optimizer, **options)
+        copy = copied(optimizer, **options)
         copy.build(weights)
         for step in range(_STEPS):
             own = (keras.ops.convert_to_tensor(g[step], weights[0].dtype) for g in gradients)
@@ -182,9 +184,3 @@ def _tried(
         return np.concatenate([np.ravel(weight.numpy()) for weight in weights])
     except Exception as error:
         return error
-
-
-def _copy(optimizer: Any, **options: Any) -> Any:
-    """Another one of its class, with some of its options changed."""
-    config = optimizer.get_config()
-    return type(optimizer).from_config(config | {k: options[k] for k in options.keys() & config})

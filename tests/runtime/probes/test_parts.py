@@ -248,7 +248,7 @@ class Unconfigured(keras.optimizers.SGD):
 def test_optimizers_that_override_what_fit_calls_train_as_in_plain_keras():
     trained = []
     for model in (model_of(), PipelineModel(model_of(), num_stages=2)):
-        for optimizer in (Normed(0.1), Tamed(0.1)):
+        for optimizer in (Normed(0.1), Tamed(0.1), Unconfigured(0.5)):
             model.compile(optimizer, "mse", run_eagerly=not trained)
             model.fit(X, Y, epochs=2, verbose=0)
         trained.append(model.get_weights())
@@ -268,5 +268,8 @@ def test_those_that_treat_each_weight_by_itself_may_train_and_others_are_refused
         name = f"{kind.__name__} looks at several weights.*2 ranks"
         with pytest.raises(ConfigurationError, match=name):
             check_division(kind(0.1), weights, 2)
+    used = Unconfigured(1.0)
+    check_division(used, [], 2)  # copied as it is
+    used.build(weights)
     with pytest.raises(ConfigurationError, match=r"Unconfigured cannot be tried.*get_config"):
-        check_division(Unconfigured(1.0), [], 2)
+        check_division(used, [], 2)

@@ -31,7 +31,7 @@ def copied(optimizer: Any, **options: Any) -> Any:
     except Exception:  # its config leaves out what its __init__ takes, or has none
         if optimizer.built:
             raise
-    made, strategy = type(optimizer).__new__(type(optimizer)), optimizer._distribution_strategy
+    made, strategy = object.__new__(type(optimizer)), optimizer._distribution_strategy
     memo = {id(optimizer): made, id(strategy): strategy}  # there is one strategy only
     vars(made).update({name: copy.deepcopy(v, memo) for name, v in vars(optimizer).items()})
     vars(made).update({name: options[name] for name in options.keys() & vars(made)})

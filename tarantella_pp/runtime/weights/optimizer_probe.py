@@ -151,16 +151,19 @@ def _graph_of_step(optimizer: Any, weights: Sequence[Any]) -> tf.Graph:
 
 
 def _treats_apart(optimizer: Any) -> bool:
-    """Tries it with a few weights."""
+    """Tries it with a few weights; the norm of all gradients is known to ranks."""
     rng, places = np.random.default_rng(0), range(len(_SHAPES))
     values = [rng.normal(size=shape) for shape in _SHAPES]
     gradients = [10 * rng.normal(size=(_STEPS, *shape)) for shape in _SHAPES]
     found = [
-        _tried(optimizer, [values[i] for i in own], [gradients[i] for i in own])
+        _tried(
+            optimizer, [values[i] for i in own], [gradients[i] for i in own], global_clipnorm=None
+        )
         for own in (places, *([i] for i in places))
     ]
     if not any(isinstance(one, Exception) for one in found):
-        return np.allclose(found[0], np.concatenate(found[1:]), _TOLERANCE, 0.0)
+        apart = np.allclose(found[0], np.concatenate(found[1:]), _TOLERANCE, 0.0)
+        return apart and _clips_what_it_is_given(optimizer, values, gradients)
     error = next(one for one in found if isinstance(one, Exception))
     raise ConfigurationError(
         f"Optimizer {type(optimizer).__name__} cannot be tried out with other weights "
@@ -168,6 +171,21 @@ def _treats_apart(optimizer: Any) -> bool:
         "`get_config` return what its __init__ takes, compile with an optimizer that has not "
         "trained, or run all stages in one process."
     ) from error
+
+
+def _clips_what_it_is_given(
+    optimizer: Any, values: Sequence[Array], gradients: Sequence[Array]
+) -> bool:
+    """Whether it clips by the norm of the gradients as they come, if by that of all."""
+    if not optimizer.global_clipnorm:
+        return True
+    squares = sum(np.sum(g.reshape(_STEPS, -1) ** 2, axis=1) for g in gradients)
+    factors = np.minimum(1.0, optimizer.global_clipnorm / np.sqrt(squares))
+    clipped = [(g.T * factors).T for g in gradients]
+    plain: dict[str, Any] = {"gradient_accumulation_steps": None, "loss_scale_factor": None}
+    found = _tried(optimizer, values, gradients, **plain)
+    expected = _tried(optimizer, values, clipped, global_clipnorm=None, **plain)
+    return not isinstance(found, Exception) and np.allclose(found, expected, _TOLERANCE, 0.0)
 
 
 def _tried(

@@ -240,6 +240,13 @@ class Later(keras.optimizers.SGD):
         return super().apply([g / norm for g in grads], trainable_variables)
 
 
+class Centred(keras.optimizers.SGD):
+    """Changes gradients before they are clipped."""
+
+    def apply(self, grads, trainable_variables=None):
+        return super().apply([g - ops.mean(g) for g in grads], trainable_variables)
+
+
 class Unconfigured(keras.optimizers.SGD):
     def __init__(self, needed):
         super().__init__(0.1 * needed)
@@ -259,11 +266,12 @@ def test_those_that_treat_each_weight_by_itself_may_train_and_others_are_refused
     weights = model_of().trainable_variables
     kinds = [keras.optimizers.Adam, keras.optimizers.Adafactor, keras.optimizers.Lamb, Halved]
     averaged = Halved(use_ema=True, ema_overwrite_frequency=2)
-    for optimizer in [None, averaged, Branching(), *(kind() for kind in kinds)]:
+    clipped = Halved(global_clipnorm=0.1, gradient_accumulation_steps=2)
+    for optimizer in [None, averaged, clipped, Branching(), Centred(), *(kind() for kind in kinds)]:
         check_division(optimizer, [], 2)
         assert optimizer is None or treats_weights_apart(optimizer, weights)
         assert optimizer is None or not optimizer.built
-    assert not treats_weights_apart(keras.optimizers.SGD(global_clipnorm=0.1), weights)
+    assert not treats_weights_apart(Centred(global_clipnorm=0.1), weights)
     for kind in (Normed, Clipped, Skipping, ByName, Later):
         name = f"{kind.__name__} looks at several weights.*2 ranks"
         with pytest.raises(ConfigurationError, match=name):

@@ -85,9 +85,8 @@ class ExtractedModel:
         around = frozenset("/".join(s[:i]) for s in steps for i in range(1, len(s)))
         limits = [LargestPart(but=around, cut=frozenset(names))] if around else []
         before = [self, *self.looked.readings.values()]
-        readings = itertools.chain(
-            before, map(self._opened, limits), map(self.at_level, self.levels)
-        )
+        later = itertools.chain(map(self._opened, limits), map(self.at_level, self.levels))
+        readings = itertools.chain(before, later)
         return next((each for each in readings if each.graph.fingerprint() == fingerprint), self)
 
     @property
@@ -506,10 +505,9 @@ def _supported_network(model: Any) -> Any:
 
 def _check_result(tensor: Any, node: Any, name: str) -> None:
     # Keras marks a dense tensor times a number, and what follows from that, as sparse, too
-    makes_sparse = isinstance(node.operation, keras.layers.Layer) and not any(
-        given.sparse for given in node.input_tensors
-    )
-    if makes_sparse or not tensor.sparse:
+    given_sparse = any(given.sparse for given in node.input_tensors)
+    is_layer = isinstance(node.operation, keras.layers.Layer)
+    if not tensor.sparse or (is_layer and not given_sparse):
         _check_dense(tensor, f"Result '{name}'")
 
 

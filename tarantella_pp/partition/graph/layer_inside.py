@@ -359,9 +359,8 @@ def _why_whole(calls: list[LayerCall]) -> str:
     if not calls[0].inner:
         return "calls no layers"
     tensors = (tensor for call in calls for inner in call.inner for tensor, _ in inner.marked)
-    if any(
-        t.shape.rank is None or t.dtype in (tf.resource, tf.variant, tf.string) for t in tensors
-    ):
+    never_sent = (tf.resource, tf.variant, tf.string)
+    if any(t.shape.rank is None or t.dtype in never_sent for t in tensors):
         return "makes what cannot be sent"
     of_known_samples = (t for call in calls[:2] for inner in call.inner for t, _ in inner.marked)
     if any(None in t.shape[:1] for t in of_known_samples):

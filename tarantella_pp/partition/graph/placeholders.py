@@ -123,9 +123,8 @@ def _specs(node: Any, free: dict[int, Any]) -> list[tuple[Shape, str]]:
 
 
 def _probes(node: Any, given: Mapping[int, SeenTensor], shapes: list[Shape]) -> list[Probe]:
-    if functional.is_own_layer(node.operation) and all(
-        tensor.rows == 1 for tensor in given.values()
-    ):
+    alike = all(tensor.rows == 1 for tensor in given.values())
+    if alike and functional.is_own_layer(node.operation):
         return [probe_of(shape) for shape in shapes]
     found = _probed(node, given, None)
     if any(map(_is_open, found)) and not any(_is_open(tensor.probe) for tensor in given.values()):
@@ -175,7 +174,5 @@ def _masks(node: Any, free: dict[int, Any], count: int) -> tuple[list[Shape | No
     masks = previous
     if not functional.is_default(operation.compute_mask):
         masks = operation.compute_mask(first, previous)
-    shapes = [
-        None if mask is None else tuple(mask.shape) for mask in functional.tree.flatten(masks)
-    ]
+    shapes = [None if m is None else tuple(m.shape) for m in functional.tree.flatten(masks)]
     return (shapes + nothing)[:count], removed

@@ -263,9 +263,7 @@ def why_not_by_parts(
     rng = np.random.default_rng(0)
     owners = [metric for metric in metrics.metrics for _ in metric.variables]
     try:
-        y, weight = (
-            tf.nest.map_structure(lambda t: some_rows(t, _METRIC_ROWS), s) for s in (y, weight)
-        )
+        y, weight = tf.nest.map_structure(lambda t: some_rows(t, _METRIC_ROWS), (y, weight))
         results = [_made_up(spec, y, rng) for spec in outputs]
         examples = (y, results, weight)
         probe = _probe(metrics, pack, examples, owners)

@@ -198,10 +198,8 @@ def _moves(op: tf.Operation) -> bool:
     if op.type == "StridedSlice":
         step = tf.get_static_value(op.inputs[3])
         all_of_them = op.get_attr("begin_mask") & op.get_attr("end_mask") & 1
-        kept = op.get_attr("ellipsis_mask") & 1 or (
-            all_of_them and step is not None and step[0] == 1
-        )
-        return elsewhere or not kept
+        in_order = all_of_them and step is not None and step[0] == 1
+        return elsewhere or not (op.get_attr("ellipsis_mask") & 1 or in_order)
     if op.type not in _ALONG:
         return elsewhere
     along = tf.get_static_value(op.inputs[_ALONG[op.type]])
@@ -217,9 +215,8 @@ def nonlinear_write(op: tf.Operation, follows: set[Any]) -> bool:
     """Whether an operation that writes variables is given what is not linear in a sum."""
     if (body := body_of(op)) is not None:
         inside = _following_in(body, op, follows)
-        return any(
-            nonlinear_write(each, inside) for each in body.get_operations() if has_effect(each)
-        )
+        writes = filter(has_effect, body.get_operations())
+        return any(nonlinear_write(each, inside) for each in writes)
     return nonlinear([t for t in op.inputs if t.dtype != tf.resource], follows) is not None
 
 

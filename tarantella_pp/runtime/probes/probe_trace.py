@@ -326,9 +326,7 @@ class ProbeTrace:
         directions = functools.cache(functools.partial(_direction, double))
         each = zip(self.weights, raw, (self._lookups.get(i, ()) for i in present), strict=True)
         short = [_in_short(tuple(w.shape), g, rows, directions) for w, g, rows in each]
-        products, squares = (
-            zip(*short, strict=True) if short else ([tf.zeros([0])], [tf.zeros([0])])
-        )
+        products, squares = zip(*short or [(tf.zeros([0]), tf.zeros([0]))], strict=True)
         self._in_short = [tf.reshape(products, [-1]), tf.sqrt(2 * tf.reshape(squares, [-1]))]
         places = [indices for each in self._lookups.values() for indices in each]
         self._parts = [list(outputs), [added], given, raw, places]

@@ -36,7 +36,7 @@ from tarantella_pp.runtime.stage.graph_functions import (
     CompiledUpdate,
     dense_tensors,
 )
-from tarantella_pp.runtime.stage.model_outputs import pack_outputs, unpacked
+from tarantella_pp.runtime.stage.model_outputs import pack_outputs, symbolic_outputs
 from tarantella_pp.runtime.stage.stage_boundary import StageBoundary, shape_and_dtype
 from tarantella_pp.runtime.stage.stage_module import StageModule
 from tarantella_pp.runtime.weights.rank_weights import Bucket, PlacedModel, RankWeights
@@ -338,7 +338,7 @@ class Compilation:
     ) -> None:
         extracted, last_rank = placed.extracted, placed.placement[-1]
         y, weight = (made_of(description, keras.KerasTensor) for description in batch.targets)
-        outputs = unpacked(extracted.outputs_struct)
+        outputs = symbolic_outputs(extracted)
         self.loss_per_sample = bool(build_metrics(model, y, outputs, weight))
         if self.loss_per_sample and placed.groups.num_replicas > 1:
             raise ConfigurationError(

@@ -53,7 +53,7 @@ from tarantella_pp.runtime.probes.parts import (
 )
 from tarantella_pp.runtime.stage.graph_functions import dense_tensors, flattened
 from tarantella_pp.runtime.stage.graph_split import has_effect
-from tarantella_pp.runtime.stage.model_outputs import unpacked
+from tarantella_pp.runtime.stage.model_outputs import symbolic_outputs
 from tarantella_pp.runtime.stage.side_effects import effects_of, refuse_kept
 
 Shape = Sequence[int | None]
@@ -92,7 +92,7 @@ def loss_kinds(compiled: Any, extracted: ExtractedModel, y: Any = None) -> LossK
         found.append((loss, y, [tuple(tensor.shape) for tensor in keras.tree.flatten(y_pred)]))
         return keras.ops.zeros(())
 
-    outputs = unpacked(extracted.outputs_struct)
+    outputs = symbolic_outputs(extracted)
     try:
         compute_output_spec(SecondLoss(compiled, note), outputs if y is None else y, outputs)
     except (KeyError, TypeError, ValueError):

@@ -80,10 +80,19 @@ def pack_outputs(
             value = value if tensor in activations else tf.identity(value)
             set_mask(value, values[stage_boundary.BoundaryTensor(tensor, mask=True)])
         flat.append(value)
-    return unpacked(keras.tree.pack_sequence_as(extracted.outputs_struct, flat))
+    return _unpacked(keras.tree.pack_sequence_as(extracted.outputs_struct, flat))
 
 
-def unpacked(structure: Any) -> Any:
+def symbolic_outputs(extracted: ExtractedModel) -> Any:
+    """The model's outputs without values, as losses are given them: Keras marks some as sparse."""
+
+    def dense(tensor: Any) -> Any:
+        return keras.KerasTensor(tensor.shape, tensor.dtype)
+
+    return _unpacked(keras.tree.map_structure(dense, extracted.outputs_struct))
+
+
+def _unpacked(structure: Any) -> Any:
     """A list of one as that one, as Functional models return it."""
     single = isinstance(structure, (list, tuple)) and len(structure) == 1
     return structure[0] if single else structure

@@ -139,7 +139,7 @@ def two_towers() -> keras.Model:
     items = layers.Embedding(WORDS, 5, name="items")
     x = layers.Dense(5, "relu")(layers.Embedding(WORDS, 5)(user))
     y = layers.Dense(5, "relu")(ops.mean(items(item), axis=1))
-    return keras.Model([user, item], layers.Dot(axes=1, normalize=True)([x, y]))
+    return keras.Model([user, item], 5.0 * layers.Dot(axes=1, normalize=True)([x, y]))
 
 
 class Latents(layers.Layer):

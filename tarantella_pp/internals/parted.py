@@ -190,9 +190,8 @@ def goes_back(arguments: Any) -> bool:
 def can_be_cut(layer: Any, arguments: Any) -> bool:
     """Whether a call can be cut by columns: plain, of one tensor, of weights that are free."""
     kind, given = _kind_of(layer), keras.tree.flatten(arguments.kwargs)
-    either_way = kind is keras.layers.ReversibleEmbedding and (
-        goes_back(arguments) or arguments.kwargs == {"reverse": False}
-    )
+    says_which = goes_back(arguments) or arguments.kwargs == {"reverse": False}
+    either_way = kind is keras.layers.ReversibleEmbedding and says_which
     return (
         kind is not None
         and layer.built

@@ -242,9 +242,8 @@ class Recorder:
         wait = sum(span.end - span.start for span in spans if span.is_wait)
         self._begun.append((start, end, busy, wait))
         if self._numbers is None or self._count in self._numbers:
-            self.steps.append(
-                RecordedStep(self._count, schedule, rows, ((start, end),), (tuple(spans),))
-            )
+            record = RecordedStep(self._count, schedule, rows, ((start, end),), (tuple(spans),))
+            self.steps.append(record)
         self._count += 1
 
     @contextlib.contextmanager

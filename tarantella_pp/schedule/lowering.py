@@ -64,14 +64,9 @@ def _routes(links: Iterable[Link], gradient_links: Sequence[Link]) -> tuple[Rout
 
 def reductions(placement: Sequence[int], buckets: Sequence[int], rank: int) -> tuple[Reduce, ...]:
     """Returns the reductions of a rank in the order in which every replica starts them."""
+    own = [(stage, count) for stage, count in enumerate(buckets) if placement[stage] == rank]
     # The last stage is through its backward passes first.
-    counts = list(enumerate(buckets))[::-1]
-    return tuple(
-        Reduce(stage, bucket)
-        for stage, count in counts
-        if placement[stage] == rank
-        for bucket in range(count)
-    )
+    return tuple(Reduce(stage, bucket) for stage, count in own[::-1] for bucket in range(count))
 
 
 def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None:

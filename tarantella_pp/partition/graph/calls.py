@@ -114,10 +114,8 @@ def graph_of(
     """
     weights = tuple(_weight(i, v, id(v) in states) for i, v in enumerate(variables))
     ids = {id(variable): i for i, variable in enumerate(variables)}
-    nodes = tuple(
-        _node(i, call, found, tuple(weights[ids[id(v)]] for v in call.variables))
-        for i, call in enumerate(calls)
-    )
+    used = [tuple(weights[ids[id(v)]] for v in call.variables) for call in calls]
+    nodes = tuple(_node(i, call, found, used[i]) for i, call in enumerate(calls))
     unknown = any(sample_shape(t.shape, 1) != sample_shape(t.shape, 2) for t in found)
     return LayerGraph(
         nodes=nodes,

@@ -106,10 +106,8 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         for node in self.nodes:
             states = [w for w in node.weights if self.weights[w].stateful]
             sharing.add_edges_from((("weight", w), node.id) for w in states)
-        candidates = (
-            frozenset(n for n in part if isinstance(n, int))
-            for part in nx.connected_components(sharing)
-        )
+        parts = nx.connected_components(sharing)
+        candidates = (frozenset(n for n in part if isinstance(n, int)) for part in parts)
         return tuple(sorted((g for g in candidates if len(g) > 1), key=min))
 
     @cached_property

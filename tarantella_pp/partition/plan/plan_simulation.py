@@ -319,7 +319,5 @@ class PlanSimulation:
         shared = self.schedule not in V_SHAPED and not custom
         fewer = [ranks for ranks in range(2, size) if shared and size % ranks == 0]
         counts = [2**k for k in range(MOST_RANKS.bit_length()) if 2 <= 2**k * size <= MOST_RANKS]
-        return [
-            *(self.point(self.step(ranks), 1) for ranks in fewer),
-            *(self.point(step, replicas) for replicas in counts),
-        ]
+        alone = [self.point(self.step(ranks), 1) for ranks in fewer]
+        return alone + [self.point(step, replicas) for replicas in counts]

@@ -358,9 +358,8 @@ def _connect(ranks: Communicator) -> None:
         process.progress.poll()
         comm.Iprobe(mpi.ANY_SOURCE, 0)  # has MPI look at its sockets; takes no message
 
-    if waiting.is_wanted(several_hosts=ranks.several_hosts) and (
-        mpi.Query_thread() >= mpi.THREAD_SERIALIZED
-    ):
+    is_possible = mpi.Query_thread() >= mpi.THREAD_SERIALIZED
+    if waiting.is_wanted(several_hosts=ranks.several_hosts) and is_possible:
         process.background = waiting.BackgroundProgress(process.progress.is_open, move_on)
 
 

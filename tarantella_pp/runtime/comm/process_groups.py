@@ -107,10 +107,8 @@ class ReplicaExchange:
             return
         states = [np.atleast_1d(variable.numpy()) for variable in variables]
         # Each has its tag: a sum in several rounds must not take another one's messages.
-        sums = [
-            self.peers.start_allreduce(state, tag=tag, label="metrics")
-            for tag, state in enumerate(states)
-        ]
+        start = self.peers.start_allreduce
+        sums = [start(state, tag=tag, label="metrics") for tag, state in enumerate(states)]
         for variable, request in zip(variables, sums, strict=True):
             variable.assign(request.wait().reshape(tuple(variable.shape)))
 

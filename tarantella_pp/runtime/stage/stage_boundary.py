@@ -64,9 +64,8 @@ class StageBoundary:
     @functools.cached_property
     def inputs(self) -> tuple[BoundaryTensor, ...]:
         """All values the stage takes in: model inputs first, then edge by edge."""
-        return self.model_inputs + tuple(
-            tensor for edge in self.receives for tensor in edge.tensors
-        )
+        received = (tensor for edge in self.receives for tensor in edge.tensors)
+        return (*self.model_inputs, *received)
 
     @functools.cached_property
     def outputs(self) -> tuple[BoundaryTensor, ...]:

@@ -192,12 +192,8 @@ class OptimizerState:
             positions = [self._positions.get(id(w)) for w in slot.weights] or [None]
             numbers = [self._numbers.get((slot.kind, position)) for position in positions]
             held.update({number: slot.variable for number in numbers if number is not None})
-        rank = self._communicator.rank
-        own = {
-            i
-            for i, place in enumerate(self._slots)
-            if any(self._ranks[position] == rank for position in place.positions)
-        }
+        mine = {i for i, rank in enumerate(self._ranks) if rank == self._communicator.rank}
+        own = {i for i, place in enumerate(self._slots) if not mine.isdisjoint(place.positions)}
         if self._optimizer.built and not own <= set(held):
             raise UnsupportedModelError(
                 f"Optimizer {type(self._optimizer).__name__} makes other slots for large weights "

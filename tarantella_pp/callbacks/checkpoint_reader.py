@@ -205,11 +205,9 @@ def as_json(value: Any) -> Any:
 
 def _comparable(facts: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Facts without what a process numbers, and without a rate that callbacks may have changed."""
-    compiled = {
-        name: value
-        for name, value in facts["compiled"].items()
-        if name != _RATE or not isinstance(value, float)
-    }
+    compiled = dict(facts["compiled"])
+    if isinstance(compiled.get(_RATE), float):
+        del compiled[_RATE]
     layers = nameless(config, _NUMBERED)
     return {"layers": layers, **facts, "compiled": nameless(compiled, _NUMBERED)}
 

@@ -54,10 +54,8 @@ def search_schedule(
     limits = _check_limits(in_flight_limit, num_stages, num_micro_batches)
     known = _named_schedules(num_micro_batches, where)
     candidates = [one for one in known if all(map(operator.le, one.held, limits))]
-    players = (
-        _PolicyScheduler(where, num_micro_batches, costs, policy)
-        for policy in _policies(limits, len(set(where)))
-    )
+    policies = _policies(limits, len(set(where)))
+    players = (_PolicyScheduler(where, num_micro_batches, costs, policy) for policy in policies)
     played = min(players, key=ListScheduler.play)
     candidates.append(replace(known[0], actions=played.orders()))
     return min(candidates, key=lambda one: simulate(lower(one, blocking=False), costs).step_seconds)

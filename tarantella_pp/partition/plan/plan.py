@@ -120,11 +120,8 @@ class Plan(
 
     def sent_bytes(self, source: int | None = None) -> int:
         """Returns the bytes that one stage, or all, send forward for one micro-batch."""
-        return sum(
-            (self.sent(cut) + cut.mask_bytes) * len(cut.targets)
-            for cut in self.cuts
-            if source in {None, cut.source}
-        )
+        cuts = [cut for cut in self.cuts if source in {None, cut.source}]
+        return sum((self.sent(cut) + cut.mask_bytes) * len(cut.targets) for cut in cuts)
 
     def rank_bytes(self, num_ranks: int) -> list[int]:
         """Returns the planned bytes of each rank of a pipeline."""

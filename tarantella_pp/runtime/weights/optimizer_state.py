@@ -212,11 +212,8 @@ class OptimizerState:
         for number, place in enumerate(places):
             parts.setdefault((place.part, place.part_class), []).append(number)
         wraps = scales_dynamically(self._optimizer)
-        inner = [
-            type(name, (_StandIn,), {})(name, own, values)
-            for (part, name), own in parts.items()
-            if part > wraps
-        ]
+        named = [(name, own) for (part, name), own in parts.items() if part > wraps]
+        inner = [type(name, (_StandIn,), {})(name, own, values) for name, own in named]
         name, numbers = self._optimizer.name, range(len(places))
         if not wraps:
             return _StandIn(name, numbers, values, inner)

@@ -23,7 +23,7 @@ from tarantella_pp.partition.graph.units import (
     format_seconds,
     percent,
 )
-from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import CutEdge
 from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tarantella_pp.partition.plan.report import step_lines
@@ -48,7 +48,7 @@ _FORBIDDEN = re.compile(
 )
 
 
-def render_html(plan: Plan) -> str:
+def render_html(plan: PlanData) -> str:
     """Makes the page: figures, stages, memory, timeline, operations and cuts."""
     try:
         step = planned_step(plan)
@@ -101,7 +101,7 @@ def _shown(value: Any) -> Any:
     return value
 
 
-def _memory(plan: Plan) -> dict[str, Any]:
+def _memory(plan: PlanData) -> dict[str, Any]:
     """The parts of each stage's memory, their sums, and the bytes at the end of the longest bar."""
     most = max(stage.memory_bytes for stage in plan.stages)
     # A limit far above the stages would flatten them.
@@ -124,7 +124,7 @@ def _memory(plan: Plan) -> dict[str, Any]:
     return {"most": most, "end": max(ends) or 1, "parts": parts, "sums": sums, "fullest": fullest}
 
 
-def _timeline(plan: Plan, step: StepTimeline) -> dict[str, Any]:
+def _timeline(plan: PlanData, step: StepTimeline) -> dict[str, Any]:
     """What each rank computes when, and where it waits; no ranks where that is too much."""
     events = [[e for e in own if isinstance(e.action, Compute)] for own in step.events]
     if not 0 < sum(map(len, events)) <= MOST_BARS:
@@ -190,7 +190,7 @@ LANE, MOST_LANES = 7, 12
 #      |  +-----+          +-----+        |  +-----+
 #     -+--| box |--bytes-->|     |--bytes-+->|     |    those for the next stage run between columns
 #         +-----+          +-----+           +-----+
-def graph_drawing(plan: Plan) -> dict[str, Any]:
+def graph_drawing(plan: PlanData) -> dict[str, Any]:
     """Draws a column of operations for each stage, and what is sent between them."""
     boxes, rows = _boxes(plan)
     sent = _sent_from(plan, rows)
@@ -233,7 +233,7 @@ def graph_drawing(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _boxes(plan: Plan) -> tuple[list[list[dict[str, str]]], dict[int, int]]:
+def _boxes(plan: PlanData) -> tuple[list[list[dict[str, str]]], dict[int, int]]:
     """The boxes of each stage, and the row of each operation."""
     columns: list[list[dict[str, str]]] = []
     rows: dict[int, int] = {}
@@ -251,7 +251,7 @@ def _boxes(plan: Plan) -> tuple[list[list[dict[str, str]]], dict[int, int]]:
     return columns, rows
 
 
-def _sent_from(plan: Plan, rows: dict[int, int]) -> dict[tuple[int, int], list[CutEdge]]:
+def _sent_from(plan: PlanData, rows: dict[int, int]) -> dict[tuple[int, int], list[CutEdge]]:
     """The tensors that leave a box for other stages, by its stage and row."""
     sent: dict[tuple[int, int], list[CutEdge]] = defaultdict(list)
     nodes = {name: i for i, name in enumerate(plan.node_names)}

@@ -7,13 +7,13 @@ import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork, roofline_seconds
-from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import StagePlan
 from tarantella_pp.schedule.generators import V_SHAPED
 from tarantella_pp.schedule.lowering import lower
@@ -30,20 +30,22 @@ MOST_PLAYED, MOST_SEARCHED = 20_000, 1_000
 # How often the bytes of a weight's gradient move besides, to be added to a sum.
 SUMMING = 2.0
 
+AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
-def planned_step(plan: Plan) -> StepTimeline:
+
+def planned_step(plan: PlanData) -> StepTimeline:
     """Plays the step of a plan on its machine, with all replicas: what all displays show."""
     simulation = _as_planned(plan, plan.num_micro_batches)
     return simulation.replicated(simulation.step(), plan.num_replicas)
 
 
-def _as_planned(plan: Plan, num_micro_batches: int) -> PlanSimulation:
+def _as_planned(plan: PlanData, num_micro_batches: int) -> PlanSimulation:
     # Plans from before they named a machine are played on any, with messages that take no time.
     machine = plan.machine or HardwareSpec(bandwidth=None, latency=0.0)
     return PlanSimulation(plan, machine, plan.schedule, num_micro_batches)
 
 
-def with_step(plan: Plan) -> Plan:
+def with_step(plan: AnyPlan) -> AnyPlan:
     """Adds the bubble and the seconds of a step to a plan, unless it is too large to simulate."""
     try:
         step = planned_step(plan)
@@ -53,7 +55,7 @@ def with_step(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, bubble=step.bubble_fraction, step_seconds=seconds)
 
 
-def with_repeats(plan: Plan) -> Plan:
+def with_repeats(plan: AnyPlan) -> AnyPlan:
     """Has stages of a named schedule make things again while their ranks would wait."""
     spec = plan.schedule_spec()
     if not plan.recomputes() or spec.custom is not None or spec.name == SEARCHED:
@@ -64,7 +66,7 @@ def with_repeats(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, in_bubbles=tuple(sorted(found.repeated)))
 
 
-def _holding(plan: Plan, schedule: Schedule) -> tuple[StagePlan, ...]:
+def _holding(plan: PlanData, schedule: Schedule) -> tuple[StagePlan, ...]:
     """The stages of a plan with what they hold under a schedule."""
     planned, now = plan.held_again, schedule.held_again()
     return tuple(
@@ -87,14 +89,14 @@ def _recomputed_bytes(stage: StagePlan, planned: HeldAgain, now: HeldAgain) -> i
     return max(0, stage.recomputed_bytes + more * stage.repeated_bytes)
 
 
-def searched(plan: Plan, spec: ScheduleSpec, num_micro_batches: int) -> ScheduleSpec:
+def searched(plan: PlanData, spec: ScheduleSpec, num_micro_batches: int) -> ScheduleSpec:
     """Searches for the schedule `zb-auto` of a plan, with the costs that it was planned with."""
     simulation = _as_planned(plan, num_micro_batches)
     found = simulation.search(spec, simulation.costs(spec.num_ranks), _search_limits(plan))
     return ScheduleSpec.of_custom(found, spec.num_stages, spec.num_ranks)
 
 
-def _search_limits(plan: Plan) -> tuple[int, ...]:
+def _search_limits(plan: PlanData) -> tuple[int, ...]:
     bounds = []
     for i, stage in enumerate(plan.stages):
         bound = 2 * plan.num_stages - 1  # with which no bubble is left: Qi et al., ICLR 2024
@@ -108,7 +110,7 @@ def _search_limits(plan: Plan) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def with_findings(plan: Plan, spec: ScheduleSpec, fallbacks: Mapping[int, str]) -> Plan:
+def with_findings(plan: AnyPlan, spec: ScheduleSpec, fallbacks: Mapping[int, str]) -> AnyPlan:
     """Returns a plan with what training has shown of its schedule and stages."""
     if fallbacks:
         reasons = tuple(f"stage {stage}: {fallbacks[stage]}" for stage in sorted(fallbacks))
@@ -121,7 +123,7 @@ def with_findings(plan: Plan, spec: ScheduleSpec, fallbacks: Mapping[int, str]) 
 
 
 def stage_seconds(
-    plan: Plan, machine: HardwareSpec, samples: float
+    plan: PlanData, machine: HardwareSpec, samples: float
 ) -> list[tuple[float, float, float]]:
     """Returns the seconds of each stage: forward, gradients of inputs, gradients of weights."""
     stages, nodes = plan.assignment, plan.work
@@ -152,7 +154,7 @@ class ScalePoint(NamedTuple):
 class PlanSimulation:
     """A plan on a machine; a batch grows with the replicas, for each has its micro-batches."""
 
-    plan: Plan
+    plan: PlanData
     machine: HardwareSpec
     schedule: str
     num_micro_batches: int  # on each replica, at most

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tarantella_pp.partition.graph.units import count, format_bytes, format_seconds
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import StagePlan, common_limit
 from tarantella_pp.partition.plan.plan_simulation import stage_seconds
 
@@ -21,7 +21,7 @@ IDLE = 0.01
 _WORK = "Work = time by arithmetic or by memory traffic, whichever takes longer."
 
 
-def table(plan: Plan) -> Group:
+def table(plan: PlanData) -> Group:
     """Makes a plan's table: one row for each stage, its layers, and the facts of the whole plan."""
     rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     rows.add_column("Stage", justify="right")
@@ -53,7 +53,7 @@ def table(plan: Plan) -> Group:
     return Group(Text(_title(plan), style="bold"), rows, *map(Text, lines))
 
 
-def as_text(plan: Plan, width: int | None = None) -> str:
+def as_text(plan: PlanData, width: int | None = None) -> str:
     """Writes the table of a plan as plain text."""
     columns = shutil.get_terminal_size((80, 24)).columns if width is None else width
     console = Console(file=io.StringIO(), width=columns, color_system=None, force_terminal=False)
@@ -62,17 +62,17 @@ def as_text(plan: Plan, width: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in captured.get().strip("\n").split("\n"))
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: PlanData) -> str:
     nodes, stages = count(len(plan.node_names), "operation"), count(plan.num_stages, "stage")
     ranks = f", {count(plan.num_ranks, 'rank')}" if plan.ranks else ""
     return f"Plan of '{plan.model}': {nodes} on {stages}{ranks}"
 
 
-def _is_measured(plan: Plan) -> bool:
+def _is_measured(plan: PlanData) -> bool:
     return all(stage.seconds is not None for stage in plan.stages)
 
 
-def _counts_traffic(plan: Plan) -> bool:
+def _counts_traffic(plan: PlanData) -> bool:
     """Whether the column of work is not measured, and more than arithmetic."""
     machine = plan.machine
     return bool(machine and machine.memory_bandwidth) and not _is_measured(plan)
@@ -84,7 +84,7 @@ def _activations(stage: StagePlan) -> str:
     return f"{stage.in_flight} x {format_bytes(kept, short=True)}{more}"
 
 
-def _sends(plan: Plan, stage: int) -> str:
+def _sends(plan: PlanData, stage: int) -> str:
     sent = [(cut, len(cut.targets)) for cut in plan.cuts if cut.source == stage]
     if not sent:
         return "-"
@@ -93,7 +93,7 @@ def _sends(plan: Plan, stage: int) -> str:
     return size if messages == 1 else f"{size} ({messages})"
 
 
-def _footer(plan: Plan) -> list[str]:
+def _footer(plan: PlanData) -> list[str]:
     bubble = "" if plan.bubble is None else f", bubble {100 * plan.bubble:.1f} %"
     replicas = "" if plan.num_replicas == 1 else f" on {plan.num_replicas} replicas"
     lines = [
@@ -148,7 +148,7 @@ def _footer(plan: Plan) -> list[str]:
     return lines
 
 
-def _replicas(plan: Plan) -> list[str]:
+def _replicas(plan: PlanData) -> list[str]:
     """Which ranks are which, where there are several pipelines."""
     if plan.num_replicas == 1:
         return []
@@ -170,13 +170,13 @@ def _replicas(plan: Plan) -> list[str]:
     ]
 
 
-def _rank(plan: Plan, rank: int) -> str:
+def _rank(plan: PlanData, rank: int) -> str:
     stages = [i for i, own in enumerate(plan.ranks) if own == rank]
     memory = format_bytes(sum(plan.stages[i].memory_bytes for i in stages), short=True)
     return f"{rank} has stages {', '.join(map(str, stages))} ({memory})"
 
 
-def _quality(plan: Plan) -> str:
+def _quality(plan: PlanData) -> str:
     proof = plan.certificate
     units = {"flops": "{:.4g} FLOPs per sample", "time": "{:.4g} s per micro-batch"}
     value, bound = (
@@ -193,7 +193,7 @@ def _quality(plan: Plan) -> str:
     )
 
 
-def step_lines(plan: Plan) -> list[str]:
+def step_lines(plan: PlanData) -> list[str]:
     """Returns the line that says how long a step takes, where that was simulated."""
     if plan.step_seconds is None:
         return []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -62,7 +61,8 @@ def sums_of(costs: StageCostModel, options: Settings, *, likely: bool = False) -
             little, each = each.sum(), activation_sums(costs, again=False)
             held = np.array([n - (not whole) for n, whole in options.held_again], float)
             times = held + (times - held) * little / max(1.0, each.sum())
-    return Prices(once, each, times, wires=wires(costs), alike=alike)
+    made = activation_sums(costs, again=False) if options.balance == "memory" else none
+    return Prices(once, each, times, wires=wires(costs), alike=alike, made=made)
 
 
 def best_solution(
@@ -125,6 +125,10 @@ class _Problem:
         return sums_of(self.costs, self.options, likely=self.by_sums)
 
     @cached_property
+    def _price(self) -> Price | None:
+        return None if self.by_sums else StageMemory(self.costs).price
+
+    @cached_property
     def memory(self) -> _Problem:
         """The same with memory to be balanced."""
         smallest = msgspec.structs.replace(self.options, balance="memory")
@@ -135,6 +139,8 @@ class _Problem:
         options = self.options
         bound: float | None = None
         limits: Sequence[float] | None = options.limits
+        if self.whole and self._price and limits and len(set(limits)) == 1:
+            limits = None  # the smallest plan keeps it, if any does
         for _ in range(MOST_ATTEMPTS):
             cut = best_cut(blocks, self._prices(limits))
             if cut is None:
@@ -143,7 +149,9 @@ class _Problem:
             if found := [one for one in cut.assignments if self.excess(one) <= 0]:
                 best = found[0] if len(found) == 1 else min(found, key=self.value)
                 return best, replace(cut, bound=bound)
-            limits = self._lowered(limits or (), cut.assignments[0])
+            if limits is None:
+                break
+            limits = self._lowered(limits, cut.assignments[0])
         if not self.whole and blocks.ideals is None:
             # What needs the least memory may lie on none of the lines that were tried.
             best, cut = self.memory.within_limits(blocks)
@@ -158,18 +166,8 @@ class _Problem:
         """Prices stages by their memory, or by their sums if that keeps the limits."""
         sums = self.sums
         if limits is not None:
-            sums = replace(sums, limits=(self.memory.sums, limits))
-        if self.by_sums or (limits is None and not self.whole):
-            return sums
-        memory = StageMemory(self.costs, limits)
-        if self.whole:
-            return replace(sums, price=memory.price)
-
-        def kept(begin: int, end: int, stage: int) -> tuple[float, float]:
-            usual, least = memory.price(begin, end, stage)
-            return 0.0 if usual < math.inf else usual, 0.0 if least < math.inf else least
-
-        return replace(sums, price=kept)
+            sums = replace(sums, limits=(replace(self.memory.sums, price=self._price), limits))
+        return replace(sums, price=self._price) if self.whole else sums
 
     def _lowered(self, limits: Sequence[float], assignment: Assignment) -> tuple[float, ...]:
         """Limits to try next, where these stages do not keep the ones of the options."""
@@ -272,13 +270,11 @@ class StageMemory:
     """Prices stages between two down-sets, whose operations are bits.
 
     A stage does not know from how many others its messages come, and waits for the largest of each:
-    the price is as if they were from one, and at the least as if each were from another. A stage
-    above its limit is infinitely dear.
+    the price is as if they were from one, and at the least as if each were from another.
     """
 
-    def __init__(self, costs: StageCostModel, limits: Sequence[float] | None) -> None:
+    def __init__(self, costs: StageCostModel) -> None:
         self._costs = costs
-        self._limits = limits or (math.inf,) * costs.config.num_stages
         graph = costs.graph
         self._outputs = set(graph.outputs)
         self.price: Price = functools.cache(self._price)
@@ -306,8 +302,7 @@ class StageMemory:
             all_ if one else max(sizes, default=0)
             for all_, sizes, one in zip(together, arriving, alone, strict=True)
         ]
-        least, most = size - max(together) + max(apart), self._limits[stage]
-        return size if size <= most else math.inf, least if least <= most else math.inf
+        return size, size - max(together) + max(apart)
 
     def _stages_of_weights(
         self, nodes: Sequence[int], begin: int, end: int, stage: int

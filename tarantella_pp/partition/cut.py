@@ -10,7 +10,8 @@ is quick, tells of most stages that they are too dear: these are never priced. O
 value the one that cuts the fewest bytes is taken.
 
 Where the down-sets are too many to be listed, those along some topological orders are taken, then
-those around the best plan, until that does not get better.
+those around the best plan, until that does not get better. There lines through the prices of some
+stages stand for what all of them cost at the least: sums alone would leave too many to be priced.
 """
 
 from __future__ import annotations
@@ -33,9 +34,12 @@ SLACKS = (0.0, 0.01, 0.03, 0.06, 0.1, 0.15, 0.22, 0.3, 0.4, 0.5, 0.7, 1.0, math.
 CLOSE = 1e-3
 # How often plans around the best are looked for without finding a better one, by sums and by
 # prices, and the orders that are drawn for each time.
-ROUNDS, PRICED_ROUNDS, DRAWS = 12, 1, 3
-# Prices a stage between two down-sets, whose operations are bits, again and again; infinite where
-# it cannot be. The second number is what it costs at the least whatever the others are.
+ROUNDS, PRICED_ROUNDS, DRAWS = 12, 3, 3
+# How often lines are laid through prices, through how many more of each stage, and how far above
+# the best by the lines before these may be.
+FITS, SAMPLES, NEAR = 3, 60, 1.1
+# Prices a stage between two down-sets, whose operations are bits, again and again. The second
+# number is what it costs at the least whatever the others are.
 Price = Callable[[int, int, int], tuple[float, float]]
 Indices = npt.NDArray[np.intp]
 
@@ -64,6 +68,32 @@ class Prices:
     alike: float = TOLERANCE / 4  # relative distance of values that count as equal
     # What stages have of memory at the least, and what each may have; `None` for any
     limits: Limits | None = None
+    made: Array | None = None  # what each operation makes, kept or not: prices may go by it
+    # What stages are taken to cost besides their sums, each: a number, and what a byte is worth
+    # that is cut before it, behind it and made by it
+    more: Array | None = None
+
+    @property
+    def priced(self) -> Prices | None:
+        """These, or those of memory, whichever have prices."""
+        both = (self, *(() if self.limits is None else self.limits[:1]))
+        return next((one for one in both if one.price is not None), None)
+
+    def guessing(self, more: Array) -> Prices:
+        """The same with more than their sums, where there are prices."""
+        found = self if self.price is None else replace(self, more=more)
+        if self.limits is None:
+            return found
+        return replace(found, limits=(replace(self.limits[0], more=more), self.limits[1]))
+
+    def running(self, ideals: Ideals) -> tuple[Array, Array]:
+        """Returns sums up to where each stage begins and ends; what lies between is its cost."""
+        begins = ends = ideals.sums(self.once) + self.times[:, None] * ideals.sums(self.each)
+        if self.more is None or self.made is None:
+            return begins, ends
+        cut, made = open_bytes(ideals, self.wires), ideals.sums(self.made)
+        fixed, before, behind, own = self.more.T[..., None]
+        return begins - fixed - before * cut + own * made, ends + behind * cut + own * made
 
     def bound(self, blocks: Blocks) -> float:
         """Returns what the dearest stage costs at the least: its share, or the heaviest block."""
@@ -138,7 +168,7 @@ def best_cut(blocks: Blocks, prices: Prices) -> Cut | None:
     if found is None:
         return None
     paths, bound = [found[1]], found[0]
-    if prices.price is not None:
+    if prices.priced is not None:
         lower = _Paths(blocks.ideals, prices, LEAST).shortest(bound)
         if lower is not None:
             bound, path = lower
@@ -153,21 +183,24 @@ def cheapest(
     """Finds the best path over a family of down-sets, if that is not above a value."""
     paths = _Paths(ideals, prices, None)
     found = paths.growing(prices.bound(ideals.blocks), below)
-    if found is not None and prices.price is not None:
+    if found is not None and prices.priced is not None:
         least, path = found
         paths = _Paths(ideals, prices, USUAL)
         # Prices take long: only stages that are no dearer than they must be are priced.
-        found = paths.growing(least, min(paths.value(path), below))
+        found = paths.growing(least, min(max(paths.value(path), least), below))
     return None if found is None else (found[0], paths.fewest_cut(*found))
 
 
 def _around(blocks: Blocks, prices: Prices) -> Cut | None:
     """Finds a good path where down-sets are too many: by sums along some orders, then by prices."""
-    sums = replace(prices, price=None)
+    sums, memory = replace(prices, price=None), prices.limits
+    if memory is not None:
+        sums = replace(sums, limits=(replace(memory[0], price=None), memory[1]))
     best = _improved(blocks, sums, _orders(blocks), ROUNDS)
-    if best is not None and prices.price is not None:
+    if best is not None and prices.priced is not None:
         lines = [_line(blocks, best, order) for order in _orders(blocks)[:DRAWS]]
-        best = _improved(blocks, prices, lines, PRICED_ROUNDS)
+        guess = _fitted(Ideals.of(blocks, blocks.along(lines)), prices, prices.priced)
+        best = _improved(blocks, guess, lines, PRICED_ROUNDS)
     if best is None:
         return None
     return Cut((best,), prices.bound(blocks), "best path along some orders")
@@ -188,6 +221,31 @@ def _improved(
         drawn = [draw.sample(range(len(blocks)), len(blocks)) for _ in range(DRAWS)]
         orders = [_line(blocks, best, order) for order in drawn]
     return best
+
+
+def _fitted(ideals: Ideals, prices: Prices, priced: Prices) -> Prices:
+    """Lays lines through prices of stages that may be good ones, below most of them."""
+    assert priced.price is not None
+    assert priced.made is not None
+    draw, sums = random.Random(0), priced.running(ideals)[0]
+    cut, made = open_bytes(ideals, priced.wires), ideals.sums(priced.made)
+    known: list[list[tuple[float, ...]]] = [[] for _ in priced.times]
+    for _ in range(FITS):
+        paths = _Paths(ideals, prices, None)
+        found = paths.growing(prices.bound(ideals.blocks), math.inf)
+        if found is None or found[0] <= 0:
+            break
+        lines = []
+        for stage, near in enumerate(paths.near(found[0] * NEAR)):
+            for begin, end in draw.sample(near, min(SAMPLES, len(near))):
+                price = priced.price(ideals.sets[begin], ideals.sets[end], stage)[USUAL]
+                more = price - (sums[stage, end] - sums[stage, begin])
+                known[stage].append((1.0, cut[begin], cut[end], made[end] - made[begin], more))
+            *parts, rest = np.array(known[stage]).T
+            lines.append(line := np.linalg.lstsq(np.transpose(parts), rest)[0])
+            line[0] -= np.std(rest - line @ parts)
+        prices = prices.guessing(np.array(lines))
+    return prices
 
 
 def _orders(blocks: Blocks) -> list[list[int]]:
@@ -219,11 +277,8 @@ class _Paths:
     def __init__(self, ideals: Ideals, prices: Prices, which: int | None) -> None:
         self._ideals, self._prices, self._which = ideals, prices, which
         self._once, self._each = ideals.sums(prices.once), ideals.sums(prices.each)
-        self._memory: Array | None = None
-        if prices.limits is not None:
-            memory = prices.limits[0]
-            parts = ideals.sums(memory.once), ideals.sums(memory.each)
-            self._memory = parts[0] + memory.times[:, None] * parts[1]
+        self._running = prices.running(ideals)
+        self._memory = None if prices.limits is None else prices.limits[0].running(ideals)
 
     def growing(self, least: float, below: float) -> tuple[float, list[int]] | None:
         """Looks for the best path near what it costs at the least, then further away."""
@@ -244,20 +299,34 @@ class _Paths:
         """Prices a stage."""
         price = self._once[end] - self._once[begin]
         price += self._prices.times[stage] * (self._each[end] - self._each[begin])
-        if self._prices.price is not None and self._which is not None:
-            sets = self._ideals.sets
-            price = max(price, self._prices.price(sets[begin], sets[end], stage)[self._which])
+        if self._which is not None:
+            both, limits = (self._ideals.sets[begin], self._ideals.sets[end]), self._prices.limits
+            memory = None if limits is None else limits[0].price
+            if limits and memory and memory(*both, stage)[self._which] > limits[1][stage]:
+                return math.inf
+            if self._prices.price is not None:
+                price = max(price, self._prices.price(*both, stage)[self._which])
         return float(price)
+
+    def near(self, cap: float) -> list[list[tuple[int, int]]]:
+        """Returns stages, by the sets between which they lie, of paths that are not above a cap."""
+        windows = self._windows(cap)
+        self._ahead(windows, cap)
+        found = []
+        for stage, (begins, ends) in enumerate(itertools.pairwise(windows)):
+            rows, columns = np.nonzero(self._sums(stage, begins, ends) <= cap)
+            found.append([*zip(begins[rows].tolist(), ends[columns].tolist(), strict=True)])
+        return found
 
     def _sums(self, stage: int, begins: Indices, ends: Indices) -> Array:
         """Returns what stages cost at the least, infinite where they cannot be."""
-        running = self._once + self._prices.times[stage] * self._each
-        sums: Array = running[None, ends] - running[begins, None]
+        before, behind = self._running
+        sums: Array = behind[stage, ends] - before[stage, begins][:, None]
         sums[~self._ideals.inside[np.ix_(begins, ends)]] = np.inf
         if self._prices.limits is not None and self._memory is not None:
-            memory = self._memory[stage]
+            before, behind = self._memory
             most = self._prices.limits[1][stage] + ROUNDING
-            sums[memory[None, ends] - memory[begins, None] > most] = np.inf
+            sums[behind[stage, ends] - before[stage, begins][:, None] > most] = np.inf
         return sums
 
     def _windows(self, cap: float) -> list[Indices]:

@@ -131,11 +131,12 @@ class PlanSearch:
         if candidate.final:
             return [candidate.timed]
         count = candidate.options.num_micro_batches
-        found, options = self.of_count(count), self.options(num_micro_batches=count)
+        options = self.options(num_micro_batches=count)
+        if options.limits and self.planner.least_memory(options) > max(options.limits):
+            return []
+        found = self.of_count(count)
         # No stages are faster under a limit than without, whatever they recompute.
         if found and (1 - WORTHWHILE) * found[0][0] <= candidate.timed[0]:
-            return found
-        if self.planner.least_memory(options) > max(options.limits or (0,)):
             return found
         for worth in self._worths:
             if time.thread_time() > deadline or (found and self._is_slow):

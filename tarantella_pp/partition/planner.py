@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.best_stages import Solution, best_solution, given_solution, sums_of
-from tarantella_pp.partition.cut import best_cut
 from tarantella_pp.partition.graph.ideals import Array, Blocks
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
@@ -222,8 +221,7 @@ class Planner:
         """Returns bytes that some stage of every plan needs, whichever stages recompute."""
         # All of them make everything again, whatever the limit.
         free = msgspec.structs.replace(options, balance="memory").limited_to(None).recomputing(())
-        found = best_cut(self.blocks, sums_of(self.costs(free), free))
-        return math.inf if found is None else found.bound
+        return sums_of(self.costs(free), free).bound(self.blocks)
 
     def write(self, solution: Solution, options: Settings) -> Plan:
         """Writes down the plan of an assignment."""

@@ -225,8 +225,8 @@ def _improved(
 
 def _fitted(ideals: Ideals, prices: Prices, priced: Prices) -> Prices:
     """Lays lines through prices of stages that may be good ones, below most of them."""
-    assert priced.price is not None
-    assert priced.made is not None
+    if priced.price is None or priced.made is None:
+        return prices
     draw, sums = random.Random(0), priced.running(ideals)[0]
     cut, made = open_bytes(ideals, priced.wires), ideals.sums(priced.made)
     known: list[list[tuple[float, ...]]] = [[] for _ in priced.times]

@@ -62,7 +62,7 @@ def sums_of(costs: StageCostModel, options: Settings, *, likely: bool = False) -
             held = np.array([n - (not whole) for n, whole in options.held_again], float)
             times = held + (times - held) * little / max(1.0, each.sum())
     made = activation_sums(costs, again=False) if options.balance == "memory" else none
-    return Prices(once, each, times, wires=wires(costs), alike=alike, made=made)
+    return Prices(once, each, times, made, wires=wires(costs), alike=alike)
 
 
 def best_solution(
@@ -164,10 +164,10 @@ class _Problem:
 
     def _prices(self, limits: Sequence[float] | None) -> Prices:
         """Prices stages by their memory, or by their sums if that keeps the limits."""
-        sums = self.sums
-        if limits is not None:
-            sums = replace(sums, limits=(replace(self.memory.sums, price=self._price), limits))
-        return replace(sums, price=self._price) if self.whole else sums
+        if limits is None and not self.whole:
+            return self.sums
+        within = None if limits is None else (self.memory.sums, limits)
+        return replace(self.sums, price=self._price, weighs=self.whole, limits=within)
 
     def _lowered(self, limits: Sequence[float], assignment: Assignment) -> tuple[float, ...]:
         """Limits to try next, where these stages do not keep the ones of the options."""

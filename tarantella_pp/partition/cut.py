@@ -61,35 +61,33 @@ class Prices:
     once: Array  # part of each operation's cost that is the same on all stages
     each: Array  # part that counts a number of times
     times: Array  # how many times on each stage
-    # Prices a stage, which costs its sum if that is more; `None` where it always does
+    made: Array  # what each operation makes, kept or not, by which prices of memory may go
+    # Prices the memory of a stage, which has its sum if that is more; `None` where it always does
     price: Price | None = None
+    weighs: bool = False  # whether the largest memory is what plans are compared by
     # Operations, the first makes a tensor and others read it, and bytes cut if they part
     wires: Sequence[tuple[tuple[int, ...], float]] = ()
     alike: float = TOLERANCE / 4  # relative distance of values that count as equal
     # What stages have of memory at the least, and what each may have; `None` for any
     limits: Limits | None = None
-    made: Array | None = None  # what each operation makes, kept or not: prices may go by it
     # What stages are taken to cost besides their sums, each: a number, and what a byte is worth
     # that is cut before it, behind it and made by it
     more: Array | None = None
 
     @property
-    def priced(self) -> Prices | None:
-        """These, or those of memory, whichever have prices."""
-        both = (self, *(() if self.limits is None else self.limits[:1]))
-        return next((one for one in both if one.price is not None), None)
+    def memory(self) -> Prices:
+        """What stages have of memory, which `price` says more of."""
+        return self if self.weighs or self.limits is None else self.limits[0]
 
     def guessing(self, more: Array) -> Prices:
-        """The same with more than their sums, where there are prices."""
-        found = self if self.price is None else replace(self, more=more)
-        if self.limits is None:
-            return found
-        return replace(found, limits=(replace(self.limits[0], more=more), self.limits[1]))
+        """The same with more of memory than its sums."""
+        limits = self.limits and (replace(self.limits[0], more=more), self.limits[1])
+        return replace(self, more=more if self.weighs else None, limits=limits)
 
     def running(self, ideals: Ideals) -> tuple[Array, Array]:
         """Returns sums up to where each stage begins and ends; what lies between is its cost."""
         begins = ends = ideals.sums(self.once) + self.times[:, None] * ideals.sums(self.each)
-        if self.more is None or self.made is None:
+        if self.more is None:
             return begins, ends
         cut, made = open_bytes(ideals, self.wires), ideals.sums(self.made)
         fixed, before, behind, own = self.more.T[..., None]
@@ -168,7 +166,7 @@ def best_cut(blocks: Blocks, prices: Prices) -> Cut | None:
     if found is None:
         return None
     paths, bound = [found[1]], found[0]
-    if prices.priced is not None:
+    if prices.price is not None:
         lower = _Paths(blocks.ideals, prices, LEAST).shortest(bound)
         if lower is not None:
             bound, path = lower
@@ -183,7 +181,7 @@ def cheapest(
     """Finds the best path over a family of down-sets, if that is not above a value."""
     paths = _Paths(ideals, prices, None)
     found = paths.growing(prices.bound(ideals.blocks), below)
-    if found is not None and prices.priced is not None:
+    if found is not None and prices.price is not None:
         least, path = found
         paths = _Paths(ideals, prices, USUAL)
         # Prices take long: only stages that are no dearer than they must be are priced.
@@ -193,13 +191,10 @@ def cheapest(
 
 def _around(blocks: Blocks, prices: Prices) -> Cut | None:
     """Finds a good path where down-sets are too many: by sums along some orders, then by prices."""
-    sums, memory = replace(prices, price=None), prices.limits
-    if memory is not None:
-        sums = replace(sums, limits=(replace(memory[0], price=None), memory[1]))
-    best = _improved(blocks, sums, _orders(blocks), ROUNDS)
-    if best is not None and prices.priced is not None:
+    best = _improved(blocks, replace(prices, price=None), _orders(blocks), ROUNDS)
+    if best is not None and prices.price is not None:
         lines = [_line(blocks, best, order) for order in _orders(blocks)[:DRAWS]]
-        guess = _fitted(Ideals.of(blocks, blocks.along(lines)), prices, prices.priced)
+        guess = _fitted(Ideals.of(blocks, blocks.along(lines)), prices, prices.price)
         best = _improved(blocks, guess, lines, PRICED_ROUNDS)
     if best is None:
         return None
@@ -223,13 +218,12 @@ def _improved(
     return best
 
 
-def _fitted(ideals: Ideals, prices: Prices, priced: Prices) -> Prices:
+def _fitted(ideals: Ideals, prices: Prices, price_of: Price) -> Prices:
     """Lays lines through prices of stages that may be good ones, below most of them."""
-    if priced.price is None or priced.made is None:
-        return prices
-    draw, sums = random.Random(0), priced.running(ideals)[0]
-    cut, made = open_bytes(ideals, priced.wires), ideals.sums(priced.made)
-    known: list[list[tuple[float, ...]]] = [[] for _ in priced.times]
+    draw, memory = random.Random(0), prices.memory
+    sums, made = memory.running(ideals)[0], ideals.sums(memory.made)
+    cut = open_bytes(ideals, memory.wires)
+    known: list[list[tuple[float, ...]]] = [[] for _ in memory.times]
     for _ in range(FITS):
         paths = _Paths(ideals, prices, None)
         found = paths.growing(prices.bound(ideals.blocks), math.inf)
@@ -238,7 +232,7 @@ def _fitted(ideals: Ideals, prices: Prices, priced: Prices) -> Prices:
         lines = []
         for stage, near in enumerate(paths.near(found[0] * NEAR)):
             for begin, end in draw.sample(near, min(SAMPLES, len(near))):
-                price = priced.price(ideals.sets[begin], ideals.sets[end], stage)[USUAL]
+                price = price_of(ideals.sets[begin], ideals.sets[end], stage)[USUAL]
                 more = price - (sums[stage, end] - sums[stage, begin])
                 known[stage].append((1.0, cut[begin], cut[end], made[end] - made[begin], more))
             *parts, rest = np.array(known[stage]).T
@@ -299,13 +293,12 @@ class _Paths:
         """Prices a stage."""
         price = self._once[end] - self._once[begin]
         price += self._prices.times[stage] * (self._each[end] - self._each[begin])
-        if self._which is not None:
-            both, limits = (self._ideals.sets[begin], self._ideals.sets[end]), self._prices.limits
-            memory = None if limits is None else limits[0].price
-            if limits and memory and memory(*both, stage)[self._which] > limits[1][stage]:
+        price_of, limits = self._prices.price, self._prices.limits
+        if self._which is not None and price_of is not None:
+            memory = price_of(self._ideals.sets[begin], self._ideals.sets[end], stage)[self._which]
+            if limits is not None and memory > limits[1][stage]:
                 return math.inf
-            if self._prices.price is not None:
-                price = max(price, self._prices.price(*both, stage)[self._which])
+            price = max(price, memory) if self._prices.weighs else price
         return float(price)
 
     def near(self, cap: float) -> list[list[tuple[int, int]]]:

@@ -302,6 +302,13 @@ def register_function(definition: Any) -> None:
     context.context().add_function_def(definition)
 
 
+def written_by(operation: Any) -> list[Any]:
+    """The variables that an operation may write; loops and branches say which they only read."""
+    unchanged = operation.node_def.attr["_read_only_resource_inputs"].list.i
+    given = enumerate(operation.inputs)
+    return [tensor for i, tensor in given if tensor.dtype == tf.resource and i not in unchanged]
+
+
 def body_of(operation: Any) -> Any:
     """The graph of the function that an operation calls; `None` for any other operation."""
     calls = operation.type in ("PartitionedCall", "StatefulPartitionedCall")

@@ -228,7 +228,7 @@ def _flops(op: Any) -> float:
     if op.type in ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
         turned = op.get_attr("transpose_a" if op.type == "MatMul" else "adj_x")
         return float(2 * _size(made) * (op.inputs[0].shape[-2 if turned else -1] or 1))
-    if op.type == "Einsum":
+    if op.type == "Einsum" and all(t.shape.rank is not None for t in op.inputs):
         shapes = [tuple(size or 1 for size in t.shape) for t in op.inputs]
         return einsum_flops(op.get_attr("equation").decode(), shapes)
     if op.type in _REDUCTIONS:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.internals.training import body_of
+from tarantella_pp.internals.training import body_of, written_by
 from tarantella_pp.runtime.stage.graph_functions import frontier
 from tarantella_pp.runtime.stage.graph_split import has_effect
 
@@ -73,7 +73,7 @@ def following(
             if _is_sized(op, found):
                 found.add(Sized(op))
             # What reads a variable later follows from what is written to it, too.
-            found |= {tensor.op for tensor in _written(op)}
+            found |= {tensor.op for tensor in written_by(op) if has_effect(op)}
             if (body := body_of(op)) is not None:
                 inside = _following_in(body, op, found)
                 pairs = zip(body.outputs, op.outputs, strict=False)
@@ -117,18 +117,6 @@ def _averages_some(op: tf.Operation, follows: set[Any]) -> bool:
 
 def _follows(tensor: tf.Tensor, follows: set[Any]) -> bool:
     return tensor.op in follows and (body_of(tensor.op) is None or tensor.ref() in follows)
-
-
-def _written(op: tf.Operation) -> list[tf.Tensor]:
-    """The variables that an operation writes."""
-    resources = [tensor for tensor in op.inputs if tensor.dtype == tf.resource]
-    if not (resources and has_effect(op)):
-        return []
-    if (body := body_of(op)) is None:
-        return resources
-    inside = {tensor.ref() for each in body.get_operations() for tensor in _written(each)}
-    pairs = zip(body.inputs, op.inputs, strict=True)
-    return [outer for inner, outer in pairs if inner.ref() in inside]
 
 
 def uses_of_sums(tensors: Sequence[tf.Tensor], follows: set[Any]) -> Iterator[tf.Operation]:

@@ -1,5 +1,7 @@
 """Added losses are sums or means, or refused by name; what losses and optimizers look at, too."""
 
+from typing import ClassVar
+
 import keras
 import numpy as np
 import pytest
@@ -247,6 +249,15 @@ class Centred(keras.optimizers.SGD):
         return super().apply([g - ops.mean(g) for g in grads], trainable_variables)
 
 
+class Terse(keras.optimizers.SGD):
+    """Says little of how it was made, in a dictionary of its own."""
+
+    said: ClassVar = {"learning_rate": 0.1, "use_ema": False}
+
+    def get_config(self):
+        return self.said
+
+
 class Unconfigured(keras.optimizers.SGD):
     def __init__(self, needed):
         super().__init__(0.1 * needed)
@@ -267,10 +278,12 @@ def test_those_that_treat_each_weight_by_itself_may_train_and_others_are_refused
     kinds = [keras.optimizers.Adam, keras.optimizers.Adafactor, keras.optimizers.Lamb, Halved]
     averaged = Halved(use_ema=True, ema_overwrite_frequency=2)
     clipped = Halved(global_clipnorm=0.1, gradient_accumulation_steps=2)
-    for optimizer in [None, averaged, clipped, Branching(), Centred(), *(kind() for kind in kinds)]:
+    own = [averaged, clipped, Branching(), Centred(), Terse(0.1, global_clipnorm=0.1)]
+    for optimizer in [None, *own, *(kind() for kind in kinds)]:
         check_division(optimizer, [], 2)
         assert optimizer is None or treats_weights_apart(optimizer, weights)
         assert optimizer is None or not optimizer.built
+    assert Terse.said == {"learning_rate": 0.1, "use_ema": False}
     assert not treats_weights_apart(Centred(global_clipnorm=0.1), weights)
     for kind in (Normed, Clipped, Skipping, ByName, Later):
         name = f"{kind.__name__} looks at several weights.*2 ranks"

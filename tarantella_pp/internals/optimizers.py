@@ -26,12 +26,15 @@ def copied(optimizer: Any, **options: Any) -> Any:
     """Another one of its class that has trained nothing, with some of its options changed."""
     try:
         made = type(optimizer).from_config(dict(optimizer.get_config()))
-    except Exception:  # its config leaves out what its __init__ takes, or has none
+    except Exception as error:  # its config leaves out what its __init__ takes, or has none
         if optimizer.built:
             raise
         made, strategy = object.__new__(type(optimizer)), optimizer._distribution_strategy
         memo = {id(optimizer): made, id(strategy): strategy}  # there is one strategy only
-        vars(made).update({name: copy.deepcopy(v, memo) for name, v in vars(optimizer).items()})
+        try:
+            vars(made).update({name: copy.deepcopy(v, memo) for name, v in vars(optimizer).items()})
+        except Exception:
+            raise error from None
     vars(made).update({name: options[name] for name in options.keys() & vars(made)})
     return made
 

@@ -144,11 +144,6 @@ def until_small(x, halves=None):
     return tf.while_loop(lambda x: tf.reduce_any(ops.abs(x) > 1e-3), turn, [x])[0]
 
 
-def twice(gain, x):
-    """Reads a weight in a loop, which may be read outside, too."""
-    return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, gain * x), (0, x))[1]
-
-
 def counting(layer, x, training):
     if training:
         layer.count.assign_add(1.0)
@@ -510,7 +505,7 @@ EXACT = [
     (stateful, TURNED, {**TWO, "recompute": "all"}),
     *((own(routed), X, {"stages": stages}) for stages in (1, 2)),
     (own(lambda layer, x, _: layer.gain * until_small(x)), X, {"stages": 2}),
-    (own(lambda layer, x, _: layer.gain * twice(layer.gain, x)), X, {}),
+    (own(lambda layer, x, _: layer.gain * tf.map_fn(lambda row: layer.gain * row, x)), X, {}),
     # What treats samples apart, where they are along another dimension.
     (lambda: turned(layers.Dense(5, activation="tanh"), Watched()), TURNED, LAYERS),
     (lambda: between(spectrum(), Declared(tf.abs, "float64")), X, LIES),

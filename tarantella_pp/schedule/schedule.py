@@ -157,6 +157,10 @@ class Schedule:
         """Returns the stages that `rank` owns, in increasing order."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
+    def in_flight(self, stage: int) -> int:
+        """Returns how many micro-batches' residuals `stage` holds at the worst moment."""
+        return self.held[stage]
+
     @cached_property
     def held(self) -> tuple[int, ...]:
         """Of how many micro-batches each stage holds the residuals at the worst moment."""

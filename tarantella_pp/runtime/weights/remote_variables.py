@@ -25,7 +25,7 @@ from tarantella_pp.runtime.comm.tensor_buffers import to_tensor, variable_bytes
 from tarantella_pp.runtime.weights.shared_weights import Array
 
 OF_WEIGHTS = (
-    "Weight '{path}' is trained on another rank, and its value on this one is out of date. Call "
+    "Weight '{path}' is of a stage on another rank, where a step may have changed it since. Call "
     "`get_weights()` of the PipelineModel on all ranks: it brings all weights of all layers up to "
     "date, until the next training step. Before a callback that reads it put, on all ranks, "
     "`keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: model.get_weights())`, or the same "

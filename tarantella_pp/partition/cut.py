@@ -237,7 +237,8 @@ def _fitted(ideals: Ideals, prices: Prices, price_of: Price) -> Prices:
                 known[stage].append((1.0, cut[begin], cut[end], made[end] - made[begin], more))
             *parts, rest = np.array(known[stage]).T
             lines.append(line := np.linalg.lstsq(np.transpose(parts), rest)[0])
-            line[0] -= np.std(rest - line @ parts)
+            # What only keeps limits is any stage that may do so, and not the best of them.
+            line[0] -= (1 if prices.weighs else 3) * np.std(rest - line @ parts)
         prices = prices.guessing(np.array(lines))
     return prices
 

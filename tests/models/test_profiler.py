@@ -60,6 +60,9 @@ def test_a_profile_is_kept_and_taken_from_a_file(tmp_path, monkeypatch):
     other = tnt.profile(model, 7, repeats=1, cache=path, verbose=False)
     assert other.rows == (1, 7)
     assert Profile.load(path) == other
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(PlanError, match=r"bad\.json: This is no valid profile"):
+        tnt.profile(model, 9, cache=tmp_path / "bad.json", verbose=False)
 
 
 def test_layers_that_are_guessed_are_measured():

@@ -227,6 +227,16 @@ def test_another_run_is_refused_by_what_differs(run):
     assert fit(directory) == expected
 
 
+@pytest.mark.slow
+def test_another_option_of_the_loss_is_another_loss(tmp_path):
+    huber = keras.losses.Huber  # whose configuration has no delta
+    fit(tmp_path, model(loss=huber(delta=0.3)), epochs=1)
+    for other in (huber(), huber(delta=0.3, reduction="sum")):
+        with pytest.raises(ConfigurationError, match=r"compiled.loss: .*delta': 0.3"):
+            fit(tmp_path, model(loss=other))
+    fit(tmp_path, model(loss=huber(delta=0.3)))
+
+
 def test_a_run_that_could_not_be_started_again_does_not_begin(tmp_path, monkeypatch):
     monkeypatch.setenv("TNT_RESTARTS", "1")
     trained = model()

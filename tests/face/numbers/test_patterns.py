@@ -224,6 +224,25 @@ class VAE(keras.Model):
         return self._told(data)[1]
 
 
+class Distiller(keras.Model):
+    """A student that learns from targets and from a teacher that stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = net(6, 8, 3)
+        self.student = net(6, 4, 3)
+        self.teacher.trainable = False
+
+    def call(self, x: Any) -> Any:
+        return self.student(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        softly = ops.softmax(self.teacher(x, training=False) / 3.0)
+        taught = keras.losses.kl_divergence(softly, ops.softmax(y_pred / 3.0))
+        own = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return 0.3 * own + 0.7 * 9.0 * ops.mean(taught)
+
+
 def from_logits() -> Any:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -245,6 +264,9 @@ PATTERNS = {
     "two_towers": Pattern(two_towers, [ids(), ids(3, seed=1)], of(1)),
     "perceiver": Pattern(perceiver, of(7, 4), of(2, seed=1), "huber"),
     "vae": Pattern(VAE, of(6), None, None, (), own_step=True, evaluated=True),
+    "distiller": Pattern(
+        Distiller, of(6), CLASSES, from_logits, ("accuracy",), own_step=True, evaluated=True
+    ),
 }
 
 

@@ -513,7 +513,6 @@ EXACT = [
     (declared(lambda x: 2 * x, "int32"), X, LIES),
     (declared(lambda x: x > 0, "float64"), X, LIES),
     (tied_past_its_layer, IDS, {}),
-    (lambda: chain((IDS.shape[1],), layers.Embedding(7, 4), layers.LSTM(5)), IDS + 0.0, {}),
     (lambda: between(GivesNone(), operator.itemgetter(0)), X, {"stages": 2}),
     (reads_frozen, X, {"stages": 2}),
     *((lambda: between(Centred()), X, options) for options in (ONE, TWO)),
@@ -726,6 +725,15 @@ def test_constants_do_not_follow_from_the_order_of_functions():
         graph = SimpleNamespace(as_graph_def=lambda d=definition: d, captures=(), variables=())
         found.append([number for _, number in constants_of(SimpleNamespace(graph=graph))])
     assert found[0] == found[1]
+
+
+def test_ids_may_be_floats():
+    ids, found = RNG.integers(0, 7, X.shape).astype("float64"), []
+    for wrap in (compiled, piped):
+        keras.utils.set_random_seed(1)
+        model = chain((X.shape[1],), layers.Embedding(7, 4), layers.LSTM(Y.shape[1]))
+        found.append(trained(wrap(model), ids))
+    assert distance(*found) < 1e-13
 
 
 def regularized(regularizer):

@@ -304,9 +304,10 @@ def register_function(definition: Any) -> None:
 
 def written_by(operation: Any) -> list[Any]:
     """The variables that an operation may write; loops and branches say which they only read."""
-    unchanged = operation.node_def.attr["_read_only_resource_inputs"].list.i
-    given = enumerate(operation.inputs)
-    return [tensor for i, tensor in given if tensor.dtype == tf.resource and i not in unchanged]
+    given = {i: one for i, one in enumerate(operation.inputs) if one.dtype == tf.resource}
+    # Few have any, and to look at the attributes of all takes long.
+    unchanged = operation.node_def.attr["_read_only_resource_inputs"].list.i if given else ()
+    return [tensor for i, tensor in given.items() if i not in unchanged]
 
 
 def body_of(operation: Any) -> Any:

@@ -58,12 +58,11 @@ def eager_one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> li
 
 def _forward_and_back(stage: int, in_flight: int, num_micro_batches: int) -> list[Compute]:
     """Orders forwards up to a number in flight, then backwards and forwards in turn."""
-    warm_up = min(in_flight, num_micro_batches)
-    order = [Compute(stage, "F", i) for i in range(warm_up)]
-    for i in range(num_micro_batches - warm_up):
-        order += [Compute(stage, "BW", i), Compute(stage, "F", warm_up + i)]
-    left = range(num_micro_batches - warm_up, num_micro_batches)
-    return order + [Compute(stage, "BW", i) for i in left]
+    forwards = [Compute(stage, "F", i) for i in range(num_micro_batches)]
+    order = forwards[:in_flight]
+    for i in range(num_micro_batches):
+        order += [Compute(stage, "BW", i), *forwards[in_flight + i : in_flight + i + 1]]
+    return order
 
 
 def zb_h1(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
@@ -75,14 +74,11 @@ def zb_h1(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
         stage 0  F0 F1 .. B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
         stage 1  .. F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
     """
-    warm_up = min(num_stages - stage, num_micro_batches)
-    order = [Compute(stage, "F", i) for i in range(warm_up)]
-    for i in range(num_micro_batches):
-        order.append(Compute(stage, "B", i))
-        if i >= stage:
-            order.append(Compute(stage, "W", i - stage))
-        if warm_up + i < num_micro_batches:
-            order.append(Compute(stage, "F", warm_up + i))
+    order: list[Compute] = []
+    for action in one_f_one_b(stage, num_stages, num_micro_batches):
+        order.append(action if action.kind == "F" else action._replace(kind="B"))
+        if action.kind == "BW" and action.micro_batch >= stage:
+            order.append(Compute(stage, "W", action.micro_batch - stage))
     # The weight gradients that were put off fill the wait for the last gradients.
     late = max(0, num_micro_batches - stage)
     return order + [Compute(stage, "W", i) for i in range(late, num_micro_batches)]

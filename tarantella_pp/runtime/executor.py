@@ -302,7 +302,7 @@ class RecordedStep:
             for rank, spans in enumerate(self.spans)
         )
         serial = sum(span.end - span.start for spans in self.spans for span in spans if span.kind)
-        return StepTimeline.of_events(self.schedule, events, serial, (0.0,) * len(events))
+        return StepTimeline(self.schedule.name, self.schedule.placement, events, serial)
 
 
 def gather_steps(

@@ -31,37 +31,24 @@ class StepTimeline:
 
     name: str  # of the schedule
     placement: tuple[int, ...]
-    pipeline_seconds: float  # seconds until the last rank has computed everything
-    busy_seconds: tuple[float, ...]  # seconds that each rank computes
-    # Second at which each stage has its last weight gradient, and has sent what others wait for
-    gradients_ready: tuple[float, ...]
-    peak_bytes: tuple[float, ...]
-    serial_seconds: float  # seconds of the same step in one process
-    events: tuple[tuple[Event, ...], ...] = ()  # of each rank; none where it is from closed forms
+    events: tuple[tuple[Event, ...], ...]  # what each rank has done, in order
+    serial_seconds: float  # seconds of the same step in one process, with fused backwards
+    peak_bytes: tuple[float, ...] = ()  # of each rank; none where that was not counted
     # When each rank sums which gradients over replicas; empty for one pipeline
     reductions: tuple[tuple[Event, ...], ...] = ()
 
-    @classmethod
-    def of_events(
-        cls,
-        schedule: Schedule,
-        events: tuple[tuple[Event, ...], ...],
-        serial_seconds: float,
-        peak_bytes: tuple[float, ...],
-    ) -> StepTimeline:
-        """Makes the timeline of what each rank has done, in order."""
-        busy, ready = [0.0] * len(events), [0.0] * schedule.num_stages
-        for rank, start, end, action in (event for own in events for event in own):
-            if isinstance(action, Compute):
-                busy[rank] += end - start
-                ready[action.stage] = end
-            elif isinstance(action, Transfer) and action.operation == "S":
-                ready[action.source] = end
-        last = max((own[-1].end for own in events if own), default=0.0)
-        return cls(
-            schedule.name, schedule.placement, last, tuple(busy), tuple(ready), peak_bytes,
-            serial_seconds, events,
-        )  # fmt: skip
+    @cached_property
+    def pipeline_seconds(self) -> float:
+        """Seconds until the last rank has computed everything."""
+        return max((own[-1].end for own in self.events if own), default=0.0)
+
+    @cached_property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """Seconds that each rank computes."""
+        return tuple(
+            sum(event.end - event.start for event in own if isinstance(event.action, Compute))
+            for own in self.events
+        )
 
     def with_reductions(self, seconds: Sequence[Sequence[float]]) -> StepTimeline:
         """Returns the step with sums over replicas that take seconds for each stage's buckets.
@@ -72,12 +59,19 @@ class StepTimeline:
             network            2A0===2A1===0A0====
                                            `------ exposed
         """
+        # When each stage has its last weight gradient, and has sent what others wait for.
+        ready = [0.0] * len(self.placement)
+        for _, _, end, action in (event for own in self.events for event in own):
+            if isinstance(action, Compute):
+                ready[action.stage] = end
+            elif isinstance(action, Transfer) and action.operation == "S":
+                ready[action.source] = end
         counts = [len(own) for own in seconds]
         reduced = []
         for rank in range(self.num_ranks):
             events, free = [], 0.0
             for action in reductions(self.placement, counts, rank):
-                begin = max(self.gradients_ready[action.stage], free)
+                begin = max(ready[action.stage], free)
                 free = begin + seconds[action.stage][action.bucket]
                 events.append(Event(rank, begin, free, action))
             reduced.append(tuple(events))
@@ -96,7 +90,7 @@ class StepTimeline:
     @property
     def num_ranks(self) -> int:
         """Number of ranks of one pipeline."""
-        return len(self.busy_seconds)
+        return len(self.events)
 
     @property
     def bubble_fraction(self) -> float:
@@ -223,12 +217,6 @@ class Costs:
         opposite = self.links.get((target, source), self.default_link)
         return self.links.get((source, target), opposite)
 
-    def serial_seconds(self, num_micro_batches: int, *, has_backward: bool = True) -> float:
-        """Returns the seconds of a step in one process, with fused backwards."""
-        kinds: tuple[Kind, ...] = ("F", "BW") if has_backward else ("F",)
-        seconds = sum(stage.seconds(kind) for stage in self.stages for kind in kinds)
-        return num_micro_batches * seconds
-
 
 def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
     """Plays one step of a lowered schedule with a clock on each rank; sends go on by themselves."""
@@ -236,7 +224,9 @@ def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
     replay = _TimedReplay(schedule, costs)
     if stuck := replay.run():
         raise ScheduleError(f"Deadlock: ranks {stuck} wait forever; validate() says for what")
-    serial = costs.serial_seconds(schedule.num_micro_batches, has_backward=schedule.has_backward)
+    kinds: tuple[Kind, ...] = ("F", "BW") if schedule.has_backward else ("F",)
+    micro_batch = sum(stage.seconds(kind) for stage in costs.stages for kind in kinds)
+    serial = schedule.num_micro_batches * micro_batch
     events = tuple(map(tuple, replay.events))
     peaks = []
     for rank in range(schedule.num_ranks):
@@ -245,7 +235,7 @@ def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
             held += change * costs.stages[action.stage].activation_bytes
             peak = max(peak, held)
         peaks.append(peak)
-    return StepTimeline.of_events(schedule, events, serial, tuple(peaks))
+    return StepTimeline(schedule.name, schedule.placement, events, serial, tuple(peaks))
 
 
 class _TimedReplay(Replay):
@@ -258,17 +248,14 @@ class _TimedReplay(Replay):
             raise ScheduleError(
                 f"Expected costs of {schedule.num_stages} stages. Received: {len(costs.stages)}"
             )
-        ranks = range(schedule.num_ranks)
-        self.events: list[list[Event]] = [[] for _ in ranks]
+        self._schedule, self._costs = schedule, costs
+        self.events: list[list[Event]] = [[] for _ in schedule.actions]
         self._clock = [0.0] * schedule.num_ranks
         self._channels: dict[tuple[int, int], float] = {}  # when a link's last message has left
-        self._costs = costs
-        self._placement = schedule.placement
         self._arrival: dict[Message, float] = {}
         self._seconds = [
             {kind: stage.seconds(kind) for kind in get_args(Kind)} for stage in costs.stages
         ]
-        self._repeated = schedule.repeated
         super().__init__(schedule.actions, blocking=False)
 
     def _note(self, rank: int, start: float, end: float, action: Action) -> None:
@@ -279,7 +266,7 @@ class _TimedReplay(Replay):
         """Lets a computation take its seconds."""
         start = self._clock[rank] + self._costs.before.get(action, 0.0)
         seconds = self._seconds[action.stage][action.kind]
-        if action.kind[0] == "B" and (action.stage, action.micro_batch) in self._repeated:
+        if action.kind[0] == "B" and (action.stage, action.micro_batch) in self._schedule.repeated:
             seconds = max(0.0, seconds - self._seconds[action.stage]["R"])
         self._note(rank, start, start + seconds, action)
 
@@ -288,7 +275,7 @@ class _TimedReplay(Replay):
         start = self._clock[rank]
         end = start + self._costs.send_seconds
         link = self._costs.link(action.source, action.target)
-        channel = (rank, self._placement[action.target])
+        channel = (rank, self._schedule.placement[action.target])
         # A link carries one message at a time in each direction: the next waits for the one before.
         gone = max(end, self._channels.get(channel, 0.0)) + link.seconds
         self._channels[channel] = gone

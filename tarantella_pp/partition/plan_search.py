@@ -62,7 +62,9 @@ class Candidate:
         seconds = np.array(costs.seconds or roofline_seconds(planner.work, costs.rows, machine))
         forward, *backward = samples / costs.rows * seconds.T
         work = forward + min(1.0, machine.split_factor) * sum(backward)
-        ranks = np.array(replace(spec, name=spec.named).placement)[list(self.solution.assignment)]
+        if spec.custom is None:
+            spec = ScheduleSpec.of(spec.named, spec.num_stages, spec.num_ranks)
+        ranks = np.array(spec.placement)[list(self.solution.assignment)]
         return float(options.num_micro_batches * summed(ranks, work).max())
 
     @cached_property

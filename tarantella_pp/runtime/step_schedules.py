@@ -52,8 +52,7 @@ class StepSchedules:
 
     def placed_alike(self, name: str) -> ScheduleSpec:
         """Another schedule with stages on the same ranks."""
-        spec = self.spec
-        return ScheduleSpec(name, spec.num_stages, spec.num_ranks, where=spec.placement)
+        return ScheduleSpec(name, self.spec.placement)
 
     @property
     def sees_batch_at_once(self) -> bool:

@@ -40,12 +40,9 @@ class ScheduleSpec:
     """Which schedule one pipeline runs, for any number of micro-batches."""
 
     name: str
-    num_stages: int
-    num_ranks: int
+    placement: tuple[int, ...]  # the rank of each stage
     # The schedule itself where it is none of the named ones: the user's, or a found one
     custom: Schedule | None = None
-    # The rank of each stage where that is not the schedule's own choice
-    where: tuple[int, ...] | None = None
     # Stage and micro-batch of each R of a named schedule
     repeated: tuple[tuple[int, int], ...] = ()
 
@@ -54,12 +51,11 @@ class ScheduleSpec:
         """Reads what a user gave as `schedule`."""
         if (custom := read_schedule(schedule)) is not None:
             return cls.of_custom(custom, num_stages, num_ranks)
-        if num_ranks is None:
-            folded = schedule in V_SHAPED
-            num_ranks = 1 + max(make_placement(num_stages, None, None, v_shaped=folded))
-        spec = cls(schedule, num_stages, num_ranks)
-        spec.placement  # noqa: B018 - refuses ranks that do not fit
-        return spec
+        if num_ranks == 1:
+            return cls(schedule, (0,) * num_stages)
+        twice = num_ranks is not None and num_stages == 2 * num_ranks
+        v_shaped = schedule in V_SHAPED or (schedule == SEARCHED and twice)
+        return cls(schedule, make_placement(num_stages, num_ranks, None, v_shaped=v_shaped))
 
     @classmethod
     def of_custom(
@@ -74,20 +70,17 @@ class ScheduleSpec:
             )
         if custom.num_ranks != num_ranks:
             custom = on_one_rank(custom)
-        return cls(custom.name, num_stages, num_ranks, custom)
+        return cls(custom.name, custom.placement, custom)
 
     @property
-    def placement(self) -> tuple[int, ...]:
-        """The rank of each stage."""
-        if self.where is not None:
-            return self.where
-        if self.custom is not None:
-            return self.custom.placement
-        if self.num_ranks == 1:
-            return (0,) * self.num_stages
-        twice = self.num_stages == 2 * self.num_ranks
-        v_shaped = self.name in V_SHAPED or (self.name == SEARCHED and twice)
-        return make_placement(self.num_stages, self.num_ranks, None, v_shaped=v_shaped)
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return len(self.placement)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that it runs on."""
+        return 1 + max(self.placement)
 
     def make(self, num_micro_batches: int) -> Schedule:
         """Makes the schedule of a step, computations only."""

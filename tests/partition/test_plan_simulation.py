@@ -111,7 +111,7 @@ def test_messages_count_as_they_travel():
     recompute=st.sampled_from(["none", "all", (0,)]),
     split_factor=st.sampled_from([0.9, 1.0, 1.2]),
 )
-@example(ScheduleSpec(SEARCHED, 8, 4), 6, "none", 0.9)
+@example(ScheduleSpec.of(SEARCHED, 8, 4), 6, "none", 0.9)
 def test_no_step_is_below_its_bound(spec, micro_batches, recompute, split_factor):
     """Else a plan could be ruled out that is the fastest."""
     machine = tnt.HardwareSpec(

@@ -76,7 +76,7 @@ def test_loops_are_kept_where_the_rest_is_made_again():
         ({"num_stages": 3, "schedule": "gpipe"}, 8, (8, 8, 8)),
         ({"num_stages": 3, "schedule": "zb-h1"}, 8, (3, 3, 3)),
         ({"num_stages": 2, "schedule": "zb-v"}, 4, (2, 1)),
-        ({"num_stages": 4, "spec": ScheduleSpec("interleaved", 4, 2)}, 12, (4, 3, 2, 1)),
+        ({"num_stages": 4, "spec": ScheduleSpec.of("interleaved", 4, 2)}, 12, (4, 3, 2, 1)),
         ({"num_stages": 2, "batch_size": 4, "num_replicas": 4}, 2, (2, 1)),
         ({"num_stages": np.int64(2), "num_micro_batches": np.int32(3)}, 3, (2, 1)),
     ],

@@ -116,7 +116,7 @@ def test_every_schedule_gives_the_numbers_of_keras():
     start, expected = model.get_weights(), [taught(plain), plain.get_weights()]
     for schedule in TRAINING_NAMES:
         # The compiled stages know nothing of the schedule, and are not compiled again for it.
-        model._engine.schedules.spec = ScheduleSpec(schedule, 4, 1)
+        model._engine.schedules.spec = ScheduleSpec.of(schedule, 4, 1)
         found = [taught(training.begin_again(model, start)), model.get_weights()]
         assert distance(expected, found) < ROUNDING, schedule
 

@@ -194,7 +194,7 @@ def _around(blocks: Blocks, prices: Prices) -> Cut | None:
     best = _improved(blocks, replace(prices, price=None), _orders(blocks), ROUNDS)
     if best is not None and prices.price is not None:
         lines = [_line(blocks, best, order) for order in _orders(blocks)[:DRAWS]]
-        guess = _fitted(Ideals.of(blocks, blocks.along(lines)), prices, prices.price)
+        guess = _fitted(blocks.along(lines), prices, prices.price)
         best = _improved(blocks, guess, lines, PRICED_ROUNDS)
     if best is None:
         return None
@@ -207,7 +207,7 @@ def _improved(
     """Finds the best path along some orders, then along drawn ones in line with it."""
     draw, best, value, since = random.Random(0), None, math.inf, 0
     while since < rounds and value > 0:
-        family = Ideals.of(blocks, blocks.along(orders))
+        family = blocks.along(orders)
         found, since = cheapest(family, prices, value * (1 - CLOSE)), since + 1
         if found is not None:
             value, best, since = found[0], family.assignment(found[1]), 0
@@ -259,11 +259,14 @@ def _orders(blocks: Blocks) -> list[list[int]]:
 
 def _line(blocks: Blocks, assignment: Sequence[int], order: Sequence[int]) -> list[int]:
     """Returns a topological order that keeps stages whole, and is close to another order."""
+    import networkx as nx
+
     rank = np.empty(len(blocks))
     rank[list(order)] = np.arange(len(blocks)) / len(blocks)
     stages = np.empty(len(blocks))
     stages[blocks.owner] = assignment
-    return blocks.order((stages + rank).tolist())
+    ranks = (stages + rank).tolist()
+    return [*nx.lexicographical_topological_sort(blocks.graph, key=ranks.__getitem__)]
 
 
 class _Paths:
@@ -304,8 +307,7 @@ class _Paths:
 
     def near(self, cap: float) -> list[list[tuple[int, int]]]:
         """Returns stages, by the sets between which they lie, of paths that are not above a cap."""
-        windows = self._windows(cap)
-        self._ahead(windows, cap)
+        windows, _ = self._windows(cap)
         found = []
         for stage, (begins, ends) in enumerate(itertools.pairwise(windows)):
             rows, columns = np.nonzero(self._sums(stage, begins, ends) <= cap)
@@ -323,34 +325,31 @@ class _Paths:
             sums[behind[stage, ends] - before[stage, begins][:, None] > most] = np.inf
         return sums
 
-    def _windows(self, cap: float) -> list[Indices]:
-        """Returns the sets that may come before each stage, and the end, if none is above a cap."""
-        prices, last = self._prices, len(self._ideals) - 1
-        cap = cap * (1 + TOLERANCE)
-        left = self._once[-1] - self._once, self._each[-1] - self._each
-        windows = [np.zeros(1, np.intp)]
-        for stage in range(1, len(prices.times)):
-            fits = prices.fits(slice(stage), cap, self._once, self._each)
-            fits &= prices.fits(slice(stage, None), cap, *left)
-            windows.append(np.flatnonzero(fits))
-        return [*windows, np.array([last])]
+    def _windows(self, cap: float) -> tuple[list[Indices], list[Array]]:
+        """Returns the sets that may come before each stage, and the end, if none is above a cap.
 
-    def _ahead(self, windows: list[Indices], cap: float) -> list[Array]:
-        """Drops what leads above a cap; returns the least that follows behind each set."""
-        ahead = [np.zeros(1)]
-        for stage in range(len(windows) - 2, -1, -1):
+        Each comes with the least that follows behind it.
+        """
+        prices, most = self._prices, cap * (1 + TOLERANCE)
+        left = self._once[-1] - self._once, self._each[-1] - self._each
+        windows, ahead = [np.zeros(1, np.intp)], [np.zeros(1)]
+        for stage in range(1, len(prices.times)):
+            fits = prices.fits(slice(stage), most, self._once, self._each)
+            fits &= prices.fits(slice(stage, None), most, *left)
+            windows.append(np.flatnonzero(fits))
+        windows.append(np.array([len(self._ideals) - 1]))
+        for stage in range(len(prices.times) - 1, -1, -1):
             sums = self._sums(stage, windows[stage], windows[stage + 1])
             least = np.maximum(sums, ahead[0], out=sums).min(axis=1, initial=np.inf)
             keep = (least <= cap) & np.isfinite(least)
             windows[stage] = windows[stage][keep]
             ahead.insert(0, least[keep])
-        return ahead
+        return windows, ahead
 
     def shortest(self, cap: float) -> tuple[float, list[int]] | None:
         """Finds the path whose dearest stage is the cheapest, if that is not above a cap."""
         cap = math.inf if cap == math.inf else cap * (1 + TOLERANCE / 8)
-        windows = self._windows(cap)
-        ahead = self._ahead(windows, cap)
+        windows, ahead = self._windows(cap)
         reached, origins = np.zeros(1), []
         for stage in range(len(self._prices.times)):
             begins, ends = windows[stage : stage + 2]
@@ -397,8 +396,7 @@ class _Paths:
         """Finds a path that is as good and cuts the fewest bytes."""
         cap = value * (1 + self._prices.alike)
         cuts = open_bytes(self._ideals, self._prices.wires)
-        windows = self._windows(cap)
-        self._ahead(windows, cap)
+        windows, _ = self._windows(cap)
         total, origins = np.zeros(1), []
         for stage, (begins, ends) in enumerate(itertools.pairwise(windows)):
             costs = np.where(self._sums(stage, begins, ends) <= cap, total[:, None], np.inf)

@@ -135,7 +135,7 @@ class Blocks:
             level = larger
         return Ideals.of(self, found)
 
-    def along(self, orders: Iterable[Sequence[int]]) -> dict[int, Free]:
+    def along(self, orders: Iterable[Sequence[int]]) -> Ideals:
         """Returns the down-sets that some orders of the blocks go through."""
         found: dict[int, Free] = {0: self.first}
         for order in orders:
@@ -144,13 +144,7 @@ class Blocks:
                 ideal |= self.nodes[block]
                 free = self.free_after(ideal, free, block)
                 found[ideal] = free
-        return found
-
-    def order(self, rank: Sequence[float]) -> list[int]:
-        """Returns the topological order that always takes the free block of the lowest rank."""
-        import networkx as nx
-
-        return [*nx.lexicographical_topological_sort(self.graph, key=rank.__getitem__)]
+        return Ideals.of(self, found)
 
 
 def comes_before(graph: LayerGraph) -> Iterator[tuple[int, int]]:

@@ -152,10 +152,6 @@ class StubStep:
         if self._sums is not None:
             self._sums.start()
 
-    def progress(self) -> None:
-        if self._sums is not None:
-            self._sums.peers.progress()
-
     def loss_gradients(self, micro_batch: int) -> Mapping[BoundaryTensor, Any]:
         return self._gradients
 

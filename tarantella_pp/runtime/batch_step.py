@@ -47,7 +47,6 @@ class BatchStep:
         self._model_inputs = model_inputs
         self._exchange = exchange
         self._compiled = compiled
-        self._update = None if compiled is None else compiled.update
         # Only on the rank of the last stage, as all that needs them.
         self._metrics: Any = None if compiled is None else compiled.metrics
         self._loss: Any = None if compiled is None else compiled.loss
@@ -55,7 +54,8 @@ class BatchStep:
         self._at_once = coupled or len(batch.share.sizes) == 1
         self._by_parts = compiled is not None and compiled.why_whole(batch) is None
         # What the loss is multiplied with before gradients are taken.
-        self._scale = loss_scale(self._update.optimizer) if self._update and training else None
+        optimizer = compiled.update.optimizer if compiled is not None and training else None
+        self._scale = loss_scale(optimizer)
         self._keeps_outputs = self._metrics is None or not self._by_parts
         self._dtype = keras.config.floatx()
         self._pieces = {
@@ -114,11 +114,6 @@ class BatchStep:
         # Before that it is not known which weights have gradients.
         if self._compiled is not None and self._compiled.reach_known:
             self._compiled.update.reduce(stage, bucket, not self.batch.share.is_spare)
-
-    def progress(self) -> None:
-        """Moves on the sums over the replicas that have been started."""
-        if self._update is not None:
-            self._update.progress()
 
     def loss_gradients(self, micro_batch: int) -> Mapping[BoundaryTensor, tf.Tensor]:
         """Gradient of the loss of the batch with respect to the model's outputs."""

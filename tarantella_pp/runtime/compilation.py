@@ -118,11 +118,6 @@ class OptimizerStep:
                 self._start(key, arrived, counts)
         return arrived
 
-    def progress(self) -> None:
-        """Moves the sums over the replicas on; never waits."""
-        if self._started:
-            self._reduction.communicator.progress()
-
     def finish_reductions(self) -> list[Gradient]:
         """Waits for the gradients that are being added up over the replicas."""
         found: dict[int, Gradient] = {}

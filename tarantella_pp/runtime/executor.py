@@ -63,7 +63,7 @@ class Executor:
         reduces = False
         for action in program:
             if reduces:  # MPI moves messages only inside its calls
-                step.progress()
+                self._messages.communicator.progress()
             if isinstance(action, Transfer):
                 self._transfer(action)  # never waits: only a computation waits, for what it needs
                 continue

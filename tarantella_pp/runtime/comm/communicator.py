@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import zlib
@@ -131,7 +132,7 @@ class Communicator(Channel):
 
     def start(self, steps: Steps[_Result], label: str) -> CollectiveRequest[_Result]:
         """Starts a collective that is made of others, and returns at once."""
-        return CollectiveRequest(None if self.is_alone else self, steps, label)
+        return CollectiveRequest(self, steps, label)
 
     def broadcast_json(self, value: Any, root: int = 0) -> Any:
         """Returns the value that rank `root` passes, on every rank."""
@@ -153,22 +154,19 @@ class Communicator(Channel):
 
     def _send_to_others(self, value: Any, label: str) -> Any:
         """Sends a value to all other ranks; returns it in the types that they get."""
-        data = _encode(value)
-        self._send_encoded(data, self.others, _JSON_TAG, label)
-        return msgspec.msgpack.decode(data.data)
+        sent = self.send_json(value, self.others, _JSON_TAG, label=label)
+        return msgspec.msgpack.decode(sent)
 
     @property
     def others(self) -> list[int]:
         """All ranks but this one."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def send_json(self, value: Any, dests: Sequence[int], tag: int, *, label: str = "") -> None:
-        """Starts to send a value to other ranks, which take it with `receive_json`."""
-        self._send_encoded(_encode(value), dests, tag, label)
-
-    def _send_encoded(
-        self, data: NDArray[np.uint8], dests: Sequence[int], tag: int, label: str
-    ) -> None:
+    def send_json(self, value: Any, dests: Sequence[int], tag: int, *, label: str = "") -> bytes:
+        """Starts to send a value to other ranks, for `receive_json`; returns what is sent."""
+        # MessagePack rather than JSON, which has no NaN and no bytes.
+        sent = msgspec.msgpack.encode(value, enc_hook=_plain)
+        data = np.frombuffer(sent, np.uint8)
         first, rest = np.zeros(_FIRST_BYTES, np.uint8), data[_FIRST_BYTES - 8 :]
         first[:8] = np.array([data.size], np.int64).view(np.uint8)
         first[8 : 8 + data.size] = data[: _FIRST_BYTES - 8]
@@ -176,6 +174,7 @@ class Communicator(Channel):
             self.send([first], dest, tag, label=label)
             if rest.size:
                 self.send([rest], dest, tag, label=label)
+        return sent
 
     def receive_json(self, source: int, tag: int, *, label: str = "") -> Any:
         """Waits for a value that another rank sends."""
@@ -204,8 +203,6 @@ class Communicator(Channel):
 
     def alone(self, who: str) -> contextlib.AbstractContextManager[None]:
         """Surrounds code of the user's that only one rank runs, with a name for it."""
-        if self.is_alone:
-            return contextlib.nullcontext()
         return self.process.agreement.alone(who)
 
     def breaks(self, error: BaseException) -> None:
@@ -216,8 +213,6 @@ class Communicator(Channel):
 
     def split(self, color: int, key: int = 0) -> Communicator:
         """Returns the group of the ranks that pass the same `color`."""
-        if self.is_alone:
-            return self
         # MPI has no non-blocking split: let all ranks come here first.
         self.barrier()
         self._splits += 1
@@ -228,8 +223,6 @@ class Communicator(Channel):
 
     def abort(self, code: int = 1) -> None:
         """Ends all ranks of the job at once, with an exit code other than 0."""
-        if self.is_alone:
-            os._exit(code)
         processes.remove(processes.shared_memory())
         self.comm.Abort(code)
 
@@ -238,16 +231,11 @@ class Communicator(Channel):
         return self.largest_tag + 1 + 2 * tag
 
 
-_world: Communicator | None = None
-
-
+@functools.cache
 def world() -> Communicator:
     """Returns the group of all ranks of the job; starts MPI if the job has several."""
-    global _world
-    if _world is None:
-        launch = detect_launch()
-        _world = Communicator() if launch is None or launch.size == 1 else _join(launch)
-    return _world
+    launch = detect_launch()
+    return Communicator() if launch is None or launch.size == 1 else _join(launch)
 
 
 def init() -> None:
@@ -375,11 +363,6 @@ def _leave(ranks: Communicator, pid: int) -> None:
         ranks.abort(1)
     except KeyboardInterrupt:  # whose traceback would tell of nothing that the script does
         pass
-
-
-def _encode(value: Any) -> NDArray[np.uint8]:
-    """Returns a value as bytes; MessagePack rather than JSON, which has no NaN and no bytes."""
-    return np.frombuffer(msgspec.msgpack.encode(value, enc_hook=_plain), np.uint8)
 
 
 def _plain(value: Any) -> Any:

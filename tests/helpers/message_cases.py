@@ -41,7 +41,7 @@ def ring(ranks: Communicator) -> tuple[int, int]:
 
 
 def array_of(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
-    kind = buffers.numpy_dtype(dtype)
+    kind = np.dtype(dtype)
     data = np.random.default_rng(seed).integers(0, 100, shape)
     if kind == np.bool_:
         data = data % 2
@@ -198,12 +198,12 @@ def gradients_of(size: int, length: int, dtype: str) -> list[np.ndarray]:
     """For each rank numbers whose sum depends on the order in which they are added."""
     random = np.random.default_rng(length)
     found = [random.standard_normal(length) * 10.0 ** random.integers(-3, 4) for _ in range(size)]
-    return [array.astype(buffers.numpy_dtype(dtype)) for array in found]
+    return [array.astype(np.dtype(dtype)) for array in found]
 
 
 def sum_in_order(arrays: list[np.ndarray], wire: str | None = None) -> np.ndarray:
     dtype = arrays[0].dtype
-    arrays = [array.astype(buffers.numpy_dtype(wire)) for array in arrays] if wire else arrays
+    arrays = [array.astype(np.dtype(wire)) for array in arrays] if wire else arrays
     wide = np.float32 if arrays[0].dtype.itemsize <= 2 else arrays[0].dtype
     total = arrays[0].astype(wide)
     for array in arrays[1:]:
@@ -215,7 +215,7 @@ def sum_in_order(arrays: list[np.ndarray], wire: str | None = None) -> np.ndarra
 def sums_are_in_the_order_of_the_ranks_whatever_their_size(ranks: Communicator) -> None:
     most = collectives.LARGEST_IN_ONE_ROUND
     for dtype in ("float32", "float64", "bfloat16", "float16"):
-        switch = most // buffers.numpy_dtype(dtype).itemsize // ranks.size
+        switch = most // np.dtype(dtype).itemsize // ranks.size
         for length in (1, ranks.size - 1, 1000, switch, switch + 1, 3 * switch + 2):
             everyone = gradients_of(ranks.size, length, dtype)
             mine = everyone[ranks.rank].copy()
@@ -224,7 +224,7 @@ def sums_are_in_the_order_of_the_ranks_whatever_their_size(ranks: Communicator) 
             same(total, sum_in_order(everyone), f"{dtype} x {length}")
             assert total.ctypes.data % buffers.ALIGNMENT == 0
             for wire in ("bfloat16", "float16", "float64"):
-                narrow = np.dtype(buffers.numpy_dtype(wire)).itemsize < mine.itemsize
+                narrow = np.dtype(wire).itemsize < mine.itemsize
                 total = ranks.start_allreduce(everyone[ranks.rank], sent_as=wire).wait()
                 same(total, sum_in_order(everyone, wire if narrow else None), f"{dtype} as {wire}")
     ranks.flush()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import ml_dtypes  # noqa: F401 - by which NumPy knows "bfloat16" and the like
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,17 +29,6 @@ _LARGE = 1 << 22
 _LIBRARY = ctypes.CDLL(None)
 
 
-def numpy_dtype(dtype: str | np.dtype[Any] | type[Any]) -> np.dtype[Any]:
-    """Returns the NumPy dtype of a name such as "float32", "bool" or "bfloat16"."""
-    try:
-        return np.dtype(dtype)
-    except TypeError:
-        import ml_dtypes
-
-        extended: np.dtype[Any] = np.dtype(getattr(ml_dtypes, str(dtype)))
-        return extended
-
-
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape and dtype of a tensor in a message."""
@@ -51,10 +41,10 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return math.prod(self.shape, start=numpy_dtype(self.dtype).itemsize)
+        return math.prod(self.shape, start=np.dtype(self.dtype).itemsize)
 
     def __str__(self) -> str:
-        return f"{numpy_dtype(self.dtype).name}[{','.join(map(str, self.shape))}]"
+        return f"{np.dtype(self.dtype).name}[{','.join(map(str, self.shape))}]"
 
 
 def as_array(value: Any) -> NDArray[Any]:
@@ -93,7 +83,7 @@ def aligned_memory(nbytes: int) -> Bytes:
 def empty(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """Returns an array with any content on memory as messages are received into."""
     spec = TensorSpec(shape, dtype)
-    return aligned_memory(spec.nbytes).view(numpy_dtype(dtype)).reshape(shape)
+    return aligned_memory(spec.nbytes).view(np.dtype(spec.dtype)).reshape(shape)
 
 
 def give_back(freed: int = _LARGE) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tarantella_pp.runtime.comm.buffers import TensorSpec, empty, numpy_dtype
+from tarantella_pp.runtime.comm.buffers import TensorSpec, empty
 from tarantella_pp.runtime.comm.messages import Channel, RecvRequest
 
 _Result = TypeVar("_Result")
@@ -116,7 +116,7 @@ def dtype_on_wire(dtype: np.dtype[Any], wanted: Any) -> np.dtype[Any]:
     """Returns in what dtype values travel: a smaller one only for floats, and only if asked for."""
     if wanted is None or dtype.kind != "f":
         return dtype
-    wire = numpy_dtype(wanted)
+    wire = np.dtype(wanted)
     return wire if wire.itemsize < dtype.itemsize else dtype
 
 

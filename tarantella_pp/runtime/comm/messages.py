@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError
@@ -18,7 +19,6 @@ from tarantella_pp.runtime.comm.buffers import (
     aligned_memory,
     as_array,
     as_bytes,
-    numpy_dtype,
     pieces,
 )
 
@@ -101,7 +101,7 @@ class RecvRequest:
             for piece in pieces(memory):
                 request = self.channel.comm.Irecv((piece, self.channel.byte), self.source, self.tag)
                 self._parts.append((piece, request))
-            self._arrays.append(memory.view(numpy_dtype(spec.dtype)).reshape(spec.shape))
+            self._arrays.append(memory.view(np.dtype(spec.dtype)).reshape(spec.shape))
             self.nbytes += memory.nbytes
 
     @property

@@ -12,7 +12,6 @@ import numpy as np
 
 from tarantella_pp.errors import CommunicationError, UnsupportedModelError
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
-from tarantella_pp.runtime.comm.buffers import numpy_dtype
 from tarantella_pp.runtime.comm.collectives import dtype_on_wire
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.messages import RecvRequest, SendRequest
@@ -189,7 +188,7 @@ class StageMessages:
         label += f", micro-batch {action.micro_batch}"
         said = [shape_and_dtype(self._graph, tensor)[1] for tensor in tensors]
         made = map(self._made.get, tensors, said)
-        dtypes = tuple(map(numpy_dtype, made))
+        dtypes = tuple(map(np.dtype, made))
         on_wire = tuple(dtype_on_wire(dtype, self._sent_as) for dtype in dtypes)
         is_dynamic = any(map(self._is_dynamic, tensors))
         return _MessageFormat(tag, label, tensors, dtypes, on_wire, dtypes != on_wire, is_dynamic)

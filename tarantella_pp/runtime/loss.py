@@ -109,16 +109,9 @@ class BatchLoss:
             self._compiled[key] = CompiledFunction.like(measure, given)
         return self._compiled[key](*dense_tensors(given))
 
-    def _valued(
-        self,
-        of_samples: bool,
-        differentiate: bool,
-        y: Any,
-        results: list[tf.Tensor],
-        weights: Any,
-        scale: tf.Tensor | None,
-    ) -> list[tf.Tensor]:
+    def _valued(self, *arguments: Any) -> list[tf.Tensor]:
         """The loss, the loss of each output, and the gradients, multiplied, if they are needed."""
+        of_samples, differentiate, y, results, weights, scale = LossArguments(*arguments)
         loss = self._add_up if of_samples else self._whole
         if of_samples:
             self._given = iter(zip(self._kinds, weights, strict=True))

@@ -394,10 +394,11 @@ class _Reader:
             return made[value.path][value.place]
 
         for part in opened.parts:
-            where, layer = part.part.path, opened.calls[part.part.path].layer
+            where, layer = part.path, opened.calls[part.path].layer
             name = self._unique_name(path + name_of(opened.calls, where))
             read = [opened.variables[place] for place in part.variables]
-            own = () if part.part.is_rest else states_of(layer)
+            is_rest = where in opened.paths
+            own = () if is_rest else states_of(layer)
             variables = tuple({id(v): v for v in (*own, *read)}.values())
             reads = tuple(map(tensor_of, part.values))
             made[where] = self._add_tensors(name, part.makes, layer, reads, variables)
@@ -407,7 +408,7 @@ class _Reader:
                 replace(
                     call,
                     name=name,
-                    operation=Rest(layer.name) if part.part.is_rest else layer,
+                    operation=Rest(layer.name) if is_rest else layer,
                     outputs=made[where],
                     variables=variables,
                     cost=_cost(part.cost, tensor_of),

@@ -23,7 +23,6 @@ from tarantella_pp.partition.graph.layer_trace import (
     LayerCall,
     LayerParts,
     LayerTrace,
-    Part,
     PartsError,
     PartUse,
     Path,
@@ -57,7 +56,7 @@ Wanted = LargestPart | frozenset[Path]
 class OpenedPart:
     """A part of an opened layer, as the graph needs it."""
 
-    part: Part
+    path: Path
     values: tuple[Value, ...]  # what it may read
     needs: frozenset[Value]  # what it reads however it is called
     variables: tuple[int, ...]  # places of those that its glue reads
@@ -158,16 +157,12 @@ class LayerInside:
 
     def cost(self) -> NodeCost | None:
         """What the call costs with all that is inside; `None` where nobody saw it."""
-        text = self._text
-        key = text, self._looked.assumed_size, self._looked.knows_no_training, *self._given.values()
-        if text is not None and key in _COSTS:
-            return _COSTS[key]
-        if self._found is None:
-            return None
-        cost = self._found[1].cost()
-        if text is not None:
-            _COSTS[key] = cost
-        return cost
+        costs = {} if self._text is None else _COSTS
+        looked = self._looked
+        key = self._text, looked.assumed_size, looked.knows_no_training, *self._given.values()
+        if key not in costs and self._found is not None:
+            costs[key] = self._found[1].cost()
+        return costs.get(key)
 
     def opened(self, limits: LargestPart, name: str) -> OpenedLayer | None:
         """Opens the layer, and those in it that are larger than the limits, if that can be done."""
@@ -264,16 +259,16 @@ class Inside:
         used += [value for values in aliases.values() for value in values]
         results = {value.path for value in used}
         found = []
-        for part, first in each[0].uses.items():
-            home, call = part.path[:-1], traces[0].calls[part.path]
-            if not part.is_rest and part.path not in results:  # as within tf.vectorized_map
+        for path, first in each[0].uses.items():
+            home, call = path[:-1], traces[0].calls[path]
+            if path not in paths | results:  # as within tf.vectorized_map
                 raise PartsError(home, f"does not use what it calls '{call.layer.name}' for")
-            if part.path and any(tensor.name in self._in_turn for tensor, _ in call.marked):
+            if path and any(tensor.name in self._in_turn for tensor, _ in call.marked):
                 raise PartsError(home, f"has a row of each sample in turn in '{call.layer.name}'")
-            if part.is_rest and part.path in aliases:
+            if path in aliases:
                 continue
-            uses = [parts.uses.get(part, PartUse()) for parts in each]
-            if part not in each[-1].uses and not _keeps_specs(traces, part.path, first.values):
+            uses = [parts.uses.get(path, PartUse()) for parts in each]
+            if path not in each[-1].uses and not _keeps_specs(traces, path, first.values):
                 raise PartsError(
                     home, f"calls '{call.layer.name}' in training only, which gives another shape"
                 )
@@ -282,18 +277,18 @@ class Inside:
                 for trace, use in zip(traces, uses, strict=True)
             ]
             if any(other - read[0] for other in read):
-                home = part.path if part.is_rest else part.path[:-1]
+                home = path if path in paths else home
                 raise PartsError(home, "reads other weights when it does not train")
             values = tuple(dict.fromkeys(value for use in uses for value in use.values))
-            marked = [trace.calls[part.path].marked for trace in traces[:3]]
+            marked = [trace.calls[path].marked for trace in traces[:3]]
             found.append(
                 OpenedPart(
-                    part,
+                    path,
                     values,
                     frozenset(values).intersection(*(use.values for use in uses)),
                     tuple(first.variables),
                     tuple(_made(self._is_open, *made) for made in zip(*marked, strict=True)),
-                    self._cost(first.operations, part.path, first.values),
+                    self._cost(first.operations, path, first.values),
                 )
             )
         return OpenedLayer(paths, tuple(found), aliases, {}, [])

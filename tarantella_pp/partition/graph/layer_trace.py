@@ -290,17 +290,9 @@ class LayerTrace:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A node of an opened layer: a call, or the rest of one whose calls are nodes themselves."""
-
-    path: Path
-    is_rest: bool
-
-
 @dataclass
 class PartUse:
-    """What a part reads and does."""
+    """What a part reads and does: a call, or the rest of one whose calls are parts themselves."""
 
     values: dict[Value, None] = field(default_factory=dict)
     variables: dict[int, None] = field(default_factory=dict)  # places of those read in the glue
@@ -329,23 +321,23 @@ class LayerParts:
                 held = [tensor.ref() for tensor in pair if tensor is not None]
                 self._values.update(dict.fromkeys(held, Value(call.path, place)))
         self._taken: set[int] = set()
-        self.uses = {part: self._use(part) for part in self._ordered(())}
+        self.uses = {path: self._use(path) for path in self._ordered(())}  # rests are opened
 
-    def _ordered(self, path: Path) -> Iterator[Part]:
+    def _ordered(self, path: Path) -> Iterator[Path]:
         for call in self._trace.calls[path].inner:
             if call.path in self._opened:
                 yield from self._ordered(call.path)
             else:
-                yield Part(call.path, is_rest=False)
-        yield Part(path, is_rest=True)
+                yield call.path
+        yield path
 
-    def _use(self, part: Part) -> PartUse:
+    def _use(self, part: Path) -> PartUse:
         """What a part reads and does; what it shares with others, the first one does."""
-        trace, call, own = self._trace, self._trace.calls[part.path], range(0)
+        trace, call, own = self._trace, self._trace.calls[part], range(0)
         use, needed = PartUse(), list[Any]()
-        if part.is_rest:
+        if part in self._opened:
             needed += [tensor for pair in call.raw for tensor in pair]
-            needed += [loss for path, loss in trace.losses if path == part.path]
+            needed += [loss for path, loss in trace.losses if path == part]
             needed = [t for t in needed if t is not None and tf.is_symbolic_tensor(t)]
         else:
             own = range(call.start, call.stop)
@@ -373,9 +365,9 @@ class LayerParts:
         self._taken.update(use.operations[len(own) :])
         return use
 
-    def _check(self, part: Part, where: Path | None) -> None:
+    def _check(self, part: Path, where: Path | None) -> None:
         """Refuses what a part reads where it is neither its own glue nor that around it."""
-        home = part.path if part.is_rest else part.path[:-1]
+        home = part if part in self._opened else part[:-1]
         if where is None or (where in self._opened and home[: len(where)] == where):
             return
         common = next(i for i in range(len(home), -1, -1) if where[:i] == home[:i])

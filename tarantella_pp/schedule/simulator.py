@@ -32,7 +32,7 @@ class StepTimeline:
     name: str  # of the schedule
     placement: tuple[int, ...]
     events: tuple[tuple[Event, ...], ...]  # what each rank has done, in order
-    serial_seconds: float  # seconds of the same step in one process, with fused backwards
+    serial_seconds: float  # seconds of the same step in one process
     peak_bytes: tuple[float, ...] = ()  # of each rank; none where that was not counted
     # When each rank sums which gradients over replicas; empty for one pipeline
     reductions: tuple[tuple[Event, ...], ...] = ()
@@ -217,6 +217,12 @@ class Costs:
         opposite = self.links.get((target, source), self.default_link)
         return self.links.get((source, target), opposite)
 
+    def serial_seconds(self, num_micro_batches: int, *, has_backward: bool = True) -> float:
+        """Returns the seconds of a step in one process, with fused backwards."""
+        kinds: tuple[Kind, ...] = ("F", "BW") if has_backward else ("F",)
+        seconds = sum(stage.seconds(kind) for stage in self.stages for kind in kinds)
+        return num_micro_batches * seconds
+
 
 def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
     """Plays one step of a lowered schedule with a clock on each rank; sends go on by themselves."""
@@ -224,9 +230,7 @@ def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
     replay = _TimedReplay(schedule, costs)
     if stuck := replay.run():
         raise ScheduleError(f"Deadlock: ranks {stuck} wait forever; validate() says for what")
-    kinds: tuple[Kind, ...] = ("F", "BW") if schedule.has_backward else ("F",)
-    micro_batch = sum(stage.seconds(kind) for stage in costs.stages for kind in kinds)
-    serial = schedule.num_micro_batches * micro_batch
+    serial = costs.serial_seconds(schedule.num_micro_batches, has_backward=schedule.has_backward)
     events = tuple(map(tuple, replay.events))
     peaks = []
     for rank in range(schedule.num_ranks):

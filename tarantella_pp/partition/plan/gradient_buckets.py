@@ -33,13 +33,10 @@ def gradient_buckets(
     # Buckets are of one dtype, so that they can be flat. Variables that other stages use, too, are
     # apart, in the last buckets of their first stage: their gradients are complete only once others
     # have come. A table of embeddings is alone, for its gradient may be a few rows.
-    first_use: dict[int, tuple[int, int]] = {}
-    for node in graph.nodes:
-        for position, weight in enumerate(node.weights):
-            first_use.setdefault(weight, (node.id, position))
+    by_first_use = dict.fromkeys(weight for node in graph.nodes for weight in node.weights)
     users = graph.users(assignment)
     own: list[list[int]] = [[] for _ in range(num_stages)]
-    for weight in sorted(first_use, key=first_use.__getitem__, reverse=True):
+    for weight in reversed(by_first_use):
         if graph.weights[weight].trainable:
             own[users[weight][0]].append(weight)
     found = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import runpy
+import sys
+
+from tarantella_pp.cli.main import main
 
 if __name__ == "__main__":
-    runpy.run_module("tarantella_pp.cli.main", run_name="__main__")
+    sys.exit(main())

@@ -118,13 +118,13 @@ def _footer(plan: PlanData) -> list[str]:
         where = ", ".join(map(str, tie.stages))
         size = format_bytes(tie.bytes)
         lines.append(f"Stages {where} share {tie.weight} ({size}): {tie.stages[0]} trains it.")
-    shares = [f"stage {i} {100 * stage.repeated:.0f} %" for i, stage in enumerate(plan.stages)]
     if plan.recomputes():
-        which = ", ".join(share for i, share in enumerate(shares) if plan.recomputes(i))
+        shares = [f"stage {i} {100 * plan.stages[i].repeated:.0f} %" for i in plan.recompute]
         early = len(plan.schedule_spec().make(plan.num_micro_batches).repeated)
         waiting = f", {early} times while its rank would wait" * bool(early)
         lines.append(
-            f"Recomputing: {which} of its forward pass{waiting}; + is what one makes again."
+            f"Recomputing: {', '.join(shares)} of its forward pass{waiting}; + is what one makes "
+            "again."
         )
     if plan.limits is not None:
         limit = common_limit(plan.limits)

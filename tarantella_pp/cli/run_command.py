@@ -164,7 +164,7 @@ def _placement(
     per_node = arguments.n_per_node
     if found:
         placed = hosts.place(found, arguments.num_ranks)
-        counts = [host.count for host in placed]
+        counts = [len(host.ranks) for host in placed]
         return placed, sum(counts), max(counts)
     nodes = slurm_hosts(os.environ)
     default = slurm_tasks(os.environ) or 1

@@ -33,18 +33,12 @@ class HostRanks:
     """The ranks of one host, which are neighbours."""
 
     name: str
-    first: int
-    count: int
-
-    @property
-    def ranks(self) -> range:
-        """Returns their numbers."""
-        return range(self.first, self.first + self.count)
+    ranks: range
 
     def __str__(self) -> str:
         """Returns what a user reads of it."""
-        last = self.first + self.count - 1
-        ranks = f"rank {last}" if self.count == 1 else f"ranks {self.first} to {last}"
+        first, last = self.ranks[0], self.ranks[-1]
+        ranks = f"rank {last}" if first == last else f"ranks {first} to {last}"
         return f"host {self.name}: {ranks}"
 
 
@@ -98,7 +92,7 @@ def place(hosts: Sequence[Host], num_ranks: int | None = None) -> tuple[HostRank
     for host in hosts:
         left = (host.slots or 0) if num_ranks is None else num_ranks - first
         if count := min(host.slots or 0, left):
-            found.append(HostRanks(host.name, first, count))
+            found.append(HostRanks(host.name, range(first, first + count)))
             first += count
     return tuple(found)
 

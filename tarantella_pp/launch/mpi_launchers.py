@@ -226,7 +226,7 @@ def _options_of(shell: str) -> list[str]:
 
 def _slots(hosts: Sequence[HostRanks]) -> str:
     """Returns hosts with their numbers of ranks, as both MPIs take them on the command line."""
-    return ",".join(f"{host.name}:{host.count}" for host in hosts)
+    return ",".join(f"{host.name}:{len(host.ranks)}" for host in hosts)
 
 
 _FAMILIES: dict[str, type[Launcher]] = {"mpich": Mpich, "openmpi": OpenMpi}

@@ -73,7 +73,7 @@ def test_other_lines_are_refused(tmp_path, text, complaint):
 def test_hosts_are_filled_one_after_the_other_and_never_more(slots, ranks, per_node, expected):
     hosts = [Host(f"h{index}", each) for index, each in enumerate(slots)]
     if isinstance(expected, list):
-        assert [host.count for host in place(with_room(hosts, ranks, per_node), ranks)] == expected
+        assert [len(h.ranks) for h in place(with_room(hosts, ranks, per_node), ranks)] == expected
         return
     with pytest.raises(ConfigurationError) as error:
         place(with_room(hosts, ranks, per_node), ranks)
@@ -88,21 +88,21 @@ def test_ranks_of_a_host_are_neighbours(slots, ranks):
     except ConfigurationError:
         assert ranks > sum(1 if each is None else each for each in slots)
         return
-    assert [r for h in placed for r in range(h.first, h.first + h.count)] == [*range(ranks)]
-    assert all(host.count for host in placed)
+    assert [r for h in placed for r in h.ranks] == [*range(ranks)]
+    assert all(host.ranks for host in placed)
     assert [host.name for host in placed] == [host.name for host in hosts[: len(placed)]]
     most = {host.name: host.slots for host in hosts}
     if any(each is not None for each in slots):
-        assert all(host.count <= (most[host.name] or 1) for host in placed)
+        assert all(len(host.ranks) <= (most[host.name] or 1) for host in placed)
     else:
-        assert placed[0].count - placed[-1].count <= 1
+        assert len(placed[0].ranks) - len(placed[-1].ranks) <= 1
 
 
 def test_a_host_that_is_left_takes_no_more_ranks_than_before():
     for slots, ranks, per_node, left in [(None, 4, None, 2), (3, 4, None, 3), (None, 3, 2, 2)]:
         first = with_room([Host("a", slots), Host("b", slots)], ranks, per_node)
-        assert sum(host.count for host in place(first, ranks)) == ranks
-        assert [host.count for host in place(first[1:], ranks)] == [left]
+        assert sum(len(host.ranks) for host in place(first, ranks)) == ranks
+        assert [len(host.ranks) for host in place(first[1:], ranks)] == [left]
 
 
 def test_hosts_are_asked_all_at_once_and_this_one_is_not(tmp_path, monkeypatch):

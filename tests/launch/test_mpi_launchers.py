@@ -92,7 +92,7 @@ def test_the_command_of_each_family(monkeypatch):
         *("--label", *tail),
     ]
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    job = mpi_launchers.Job(("w",), 3, hosts=(HostRanks("a", 0, 2), HostRanks("b.c", 2, 1)))
+    job = mpi_launchers.Job(("w",), 3, hosts=(HostRanks("a", range(2)), HostRanks("b.c", [2])))
     assert Mpich("m").command(job) == ["m", "-n", "3", "-hosts", "a:2,b.c:1", "w"]
     assert OpenMpi("m").command(job) == [
         *("m", "-n", "3", "--bind-to", "none", "--allow-run-as-root"),

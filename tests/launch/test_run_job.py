@@ -15,9 +15,9 @@ PROGRAM = """
     from tarantella_pp.launch import run_job
     from tarantella_pp.launch.hosts import HostRanks
     from tarantella_pp.launch.mpi_launchers import Mpich
-    run_job.CLOSING_SECONDS = 3.0
-    run_job.START_SECONDS = 3.0
-    command, hosts = [sys.executable, "-c", sys.argv[1]], [HostRanks(h, 0, 2) for h in sys.argv[2:]]
+    run_job.CLOSING_SECONDS = run_job.START_SECONDS = 3.0
+    program, *names = sys.argv[1:]
+    command, hosts = [sys.executable, "-c", program], [HostRanks(h, range(2)) for h in names]
     attempts = [
         run_job.Attempt(command, {**os.environ, "ATTEMPT": str(n)}, 2, hosts) for n in range(6)
     ]

@@ -71,7 +71,7 @@ def row(name: str, build: Callable[[], keras.Model], stages: list[int]) -> list[
             num_stages=count, batch_size=32, num_micro_batches=min(32, 4 * count),
             num_replicas=1, schedule="1f1b", balance="memory", memory_limit=None,
         ).settled()  # fmt: skip
-        proof = planner.plan(options).certificate
+        proof = planner.solve(options).certificate
         gap = "" if proof.optimal else f", {100 * (proof.gap or 0.0):.2g} %"
         cells.append(format_bytes(proof.value) + gap)
     return [name, *cells, f"{time.process_time() - start:.1f}"]

@@ -196,7 +196,7 @@ def planned(
         num_stages=stages, batch_size=batch, num_micro_batches=count, num_replicas=1,
         schedule="gpipe", balance=balance, memory_limit=None, recompute=again,
     ).settled()  # fmt: skip
-    return planner.plan(options)
+    return planner.write(planner.solve(options), options)
 
 
 class Unbounded(Planner):

@@ -165,12 +165,11 @@ def best_cut(blocks: Blocks, prices: Prices) -> Cut | None:
     found = cheapest(blocks.ideals, prices)
     if found is None:
         return None
-    paths, bound = [found[1]], found[0]
+    bound, path = found
+    paths = [path]
     if prices.price is not None:
-        lower = _Paths(blocks.ideals, prices, LEAST).shortest(bound)
-        if lower is not None:
-            bound, path = lower
-            paths.append(path)
+        bound, path = _Paths(blocks.ideals, prices, LEAST).shortest(bound) or found
+        paths.append(path)
     method = f"shortest path over {len(blocks.ideals)} down-sets"
     return Cut(tuple(map(blocks.ideals.assignment, paths)), bound, method)
 
@@ -285,8 +284,8 @@ class _Paths:
             cap = min(below, math.inf if slack == math.inf else least * (1 + slack))
             found = self.shortest(cap)
             if found is not None or cap == below:
-                return found
-        return None
+                break
+        return found
 
     def value(self, path: Sequence[int]) -> float:
         """Returns the price of the dearest stage of a path."""

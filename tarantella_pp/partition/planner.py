@@ -133,12 +133,8 @@ class Planner:
         more = wholes * max(0.0, len(self.graph.nodes) / NODES_AT_ONCE - 1)
         return self.effort * (len(self._solved) + more) if self._solved else 0.0
 
-    def plan(self, options: Settings) -> Plan:
-        """Makes the plan that is best for these options, or comes with a bound of the best."""
-        return self.write(self.solve(options), options)
-
     def solve(self, options: Settings, *, roughly: bool = False, by_sums: bool = False) -> Solution:
-        """Finds the best stages for these options, once; raises what `plan` does."""
+        """Finds the best stages for these options, or with a bound of the best, once."""
         if options.balance == "time" and self.profile is None:
             raise ConfigurationError(
                 "Time is balanced with a profile. Received: balance='time', profile=None"

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.keras
 
 def make_plan(model, num_stages, optimizer=None, spec=None, **options):
     options = PlanOptions(num_stages=num_stages, **{"balance": "memory", **options}).settled(spec)
-    return Planner.of(model, optimizer).plan(options)
+    planner = Planner.of(model, optimizer)
+    return planner.write(planner.solve(options), options)
 
 
 def tower(*widths):

@@ -76,10 +76,9 @@ class StageCostModel:
         return peak_memory.BackwardPass(self.graph)
 
     @cached_property
-    def reduced(self) -> tuple[Sequence[float], Sequence[float]]:
+    def reduced(self) -> list[list[float]]:
         """Bytes in which each variable travels between replicas, where another trains it or not."""
-        found = [peak_memory.reduction_bytes(self.graph, self.config, one) for one in (0.0, 1.0)]
-        return found[0], found[1]
+        return [peak_memory.reduction_bytes(self.graph, self.config, one) for one in (0.0, 1.0)]
 
     @cached_property
     def _work(self) -> Sequence[NodeWork]:
@@ -197,8 +196,6 @@ class StageCostModel:
 
     def _reduction_bytes(self, own: Sequence[Weight], shares: Sequence[Sequence[Weight]]) -> int:
         """Returns what gradients travel in between replicas, of the replica with most of it."""
-        if self.config.num_replicas == 1:
-            return 0
         elsewhere, here = self.reduced
         most = max(sum(here[w.id] - elsewhere[w.id] for w in share) for share in shares)
         return math.ceil(sum(elsewhere[w.id] for w in own) + most)

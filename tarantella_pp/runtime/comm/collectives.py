@@ -131,7 +131,7 @@ def allreduce(
     at_once = size * length * wire.itemsize <= LARGEST_IN_ONE_ROUND
     # What has come from all others says that they have got what this rank has sent, but not in
     # one round. There the caller could change data still on its way.
-    sent = _rounded(flat, wire, copy=at_once)
+    sent = _as_dtype(flat, wire, copy=at_once)
     if at_once:
         whole = [slice(0, length)] * size
         out = yield from _combine_segments(channel, sent, whole, combine, tag, label)
@@ -139,7 +139,7 @@ def allreduce(
         segments = segments_of([length // size + (part < length % size) for part in range(size)])
         out, rows = _with_rows(channel, length, segments[channel.rank], wire)
         yield from _combine_segments(channel, sent, segments, combine, tag, label, rows)
-        yield from _spread(channel, [out], [segments], tag + 1, label)
+        yield from _spread(channel, [out], segments, tag + 1, label)
     return _as_dtype(out, array.dtype).reshape(array.shape)
 
 
@@ -148,7 +148,7 @@ def reduce_scatter(
 ) -> Steps[Array]:
     """The steps of a sum that leaves each rank its part."""
     wire = dtype_on_wire(array.dtype, sent_as)
-    sent = _rounded(np.ascontiguousarray(array).reshape(-1), wire)
+    sent = _as_dtype(np.ascontiguousarray(array).reshape(-1), wire)
     segments = segments_of(counts)
     own = yield from _combine_segments(channel, sent, segments, np.add, tag, label)
     return _as_dtype(own, array.dtype)
@@ -163,7 +163,7 @@ def allgather(
     segments = segments_of(counts)
     for out, array in zip(outs, arrays, strict=True):
         out[segments[channel.rank]] = array
-    yield from _spread(channel, outs, [segments] * len(outs), tag, label)
+    yield from _spread(channel, outs, segments, tag, label)
     return outs
 
 
@@ -238,12 +238,12 @@ def _combine(parts: Sequence[Array], combine: Callable[..., Array], out: Array) 
 
 
 def _spread(
-    channel: Channel, outs: Sequence[Array], segments: Sequence[Segments], tag: int, label: str
+    channel: Channel, outs: Sequence[Array], segments: Segments, tag: int, label: str
 ) -> Steps[None]:
     """Every rank gets the segments of all ranks, into where they belong."""
 
     def parts_of(rank: int) -> list[Array]:
-        return [out[places[rank]] for out, places in zip(outs, segments, strict=True)]
+        return [out[segments[rank]] for out in outs]
 
     receives = []
     others = next_first(channel)
@@ -259,14 +259,10 @@ def _spread(
     yield receives
 
 
-def _rounded(array: Array, dtype: np.dtype[Any], copy: bool = False) -> Array:
-    with np.errstate(all="ignore"):
-        return array.copy() if copy and array.dtype == dtype else _as_dtype(array, dtype)
-
-
-def _as_dtype(array: Array, dtype: np.dtype[Any]) -> Array:
-    if array.dtype == dtype:
+def _as_dtype(array: Array, dtype: np.dtype[Any], copy: bool = False) -> Array:
+    if array.dtype == dtype and not copy:
         return array
     out = empty(array.shape, dtype)
-    out[...] = array
+    with np.errstate(all="ignore"):
+        out[...] = array
     return out

@@ -58,12 +58,10 @@ class StepProgram:
         self._places = {op: place for place, op in enumerate(operations)}
         self._bounds = [update.place for update in trace.updates]
         self._carve = SubgraphExtractor(trace.function).extract
-        count = len(self._bounds) + 1
-        wanted: list[list[tf.Tensor]] = [list(update.gradients.tensors) for update in trace.updates]
-        wanted.append(trace.outputs)
-        self._parts: list[_Part] = []
-        for number in reversed(range(count)):
-            self._parts.insert(0, self._part(number, wanted))
+        wanted = [*(list(update.gradients.tensors) for update in trace.updates), trace.outputs]
+        # From the last to the first, for each says what it needs of earlier ones.
+        found = [self._part(number, wanted) for number in reversed(range(len(wanted)))]
+        self._parts = found[::-1]
 
     def run(
         self, tensors: Sequence[tf.Tensor], update: Callable[[int, list[tf.Tensor]], None]

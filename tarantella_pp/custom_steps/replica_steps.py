@@ -19,7 +19,6 @@ from tarantella_pp.runtime.batch import (
     READER,
     ArrayRows,
     Batch,
-    BatchShare,
     Need,
     batch_shares,
     describe,
@@ -36,12 +35,6 @@ from tarantella_pp.runtime.weights.remote_variables import StepCounter
 
 class StepFeed(DataFeed):
     """Hands every rank its samples of all that a batch has: a step gets what Keras gives."""
-
-    def __init__(
-        self, communicator: Communicator, shares: Callable[[int], Sequence[BatchShare]]
-    ) -> None:
-        needs = [Need((0,), replica) for replica in range(communicator.size)]
-        super().__init__(communicator, needs, list, shares)
 
     def _opened(self, data: Any) -> tuple[list[tf.Tensor], list[tf.Tensor], tuple[Any, Any]]:
         structure, leaves = describe(data)
@@ -68,7 +61,8 @@ class ReplicaSteps:
         self.logs: dict[str, Any] = {}  # Keras' logs after the last step
         # Called once, when all variables of the next training step are there.
         self.before_training: Callable[[], object] | None = None
-        self.feed = StepFeed(ranks, lambda rows: batch_shares(rows, 1, ranks.size))
+        needs = [Need((0,), replica) for replica in range(ranks.size)]
+        self.feed = StepFeed(ranks, needs, list, lambda rows: batch_shares(rows, 1, ranks.size))
         self._model = model
         self._gradient_dtype = gradient_dtype
         self._steps: dict[tuple[str, bytes], PreparedStep] = {}

@@ -74,8 +74,9 @@ class TrialGraph(SubgraphExtractor):
 
     def _rewrite(self) -> None:
         library = self._definition.library.function
-        names = {function.signature.name for function in library}
-        suffix = f"_tried_{len(self._wider)}"
+        # Others of the same names are known to TensorFlow.
+        names = (body.signature.name for body in library)
+        renamed = {name: f"{name}_tried_{len(self._wider)}" for name in names}
         for body in library:
             for node in list(body.node_def):
                 if DRAWS.match(node.op) and _TAKES_SHAPE.match(node.op):
@@ -83,26 +84,25 @@ class TrialGraph(SubgraphExtractor):
         for nodes in (self._definition.node, *(body.node_def for body in library)):
             for node in nodes:
                 node.ClearField("experimental_type")
-                if node.op in names:
-                    node.op += suffix
+                node.op = renamed.get(node.op, node.op)
                 for value in node.attr.values():
-                    self._change(value, names, suffix)
-        for body in library:  # another one of the same name is known to TensorFlow
-            body.signature.name += suffix
+                    self._change(value, renamed)
+        for body in library:
+            body.signature.name = renamed[body.signature.name]
             for argument in (*body.signature.input_arg, *body.signature.output_arg):
                 argument.ClearField("experimental_full_type")
                 argument.type = self._wider.get(argument.type, argument.type)
             for value in body.attr.values():
-                self._change(value, names, suffix)
+                self._change(value, renamed)
             register_function(body)
         del self._definition.library.gradient[:]
 
-    def _change(self, value: Any, names: set[str], suffix: str) -> None:
+    def _change(self, value: Any, renamed: Mapping[str, str]) -> None:
         """Changes an attribute of an operation: dtypes, constants and names of functions."""
         for function in (*([value.func] if value.HasField("func") else []), *value.list.func):
-            function.name += suffix if function.name in names else ""
+            function.name = renamed.get(function.name, function.name)
             for inner in function.attr.values():
-                self._change(inner, names, suffix)
+                self._change(inner, renamed)
         if value.HasField("type"):
             value.type = self._wider.get(value.type, value.type)
         for i, dtype in enumerate(value.list.type):

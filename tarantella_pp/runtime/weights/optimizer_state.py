@@ -61,9 +61,12 @@ class OptimizerState:
             state.refuse_as_whole(optimizer, self._refuse)
         # The slots that files have, each one or the parts of one, in turn; and what these call ours
         saved: dict[Any, list[int]] = {}
+        self._numbers: dict[tuple[str, int | None], int] = {}
         for number, place in enumerate(self._slots):
             wholes = tuple(id(whole_of(weights[position])) for position in place.positions)
             saved.setdefault((place.kind, place.part, wholes or number), []).append(number)
+            for position in place.positions or (None,):
+                self._numbers[place.kind, position] = number
         self._saved = list(saved.values())
         self._keys: dict[int, str] = {}
         for number, slots in enumerate(self._saved):
@@ -71,10 +74,6 @@ class OptimizerState:
                 served = [columns_of(weights[place]) for place in self._slots[slot].positions]
                 only = served[0] if len(served) == 1 else None
                 self._keys[slot] = str(number) if only is None else only.key(number)
-        self._numbers: dict[tuple[str, int | None], int] = {}
-        for number, place in enumerate(self._slots):
-            for position in place.positions or (None,):
-                self._numbers[place.kind, position] = number
 
     def serves(self, weights: Sequence[Any]) -> bool:
         """Whether these are the weights that it was made for."""

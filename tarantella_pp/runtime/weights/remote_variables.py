@@ -131,8 +131,6 @@ def keep_memory(variable: Any) -> None:
 def _become_remote(variable: Any) -> None:
     if not isinstance(variable, _Remote):
         variable._clocks = {}
-        variable._stale = ""
-        variable._has_memory = True
         # The object stays, for the user's layers have it; only reading and assigning change.
         state.become(variable, _Remote, type(variable))
 
@@ -165,8 +163,8 @@ class _Remote(keras.Variable):  # type: ignore[misc]
     """A variable whose value is on another rank."""
 
     _clocks: dict[StepCounter, None]  # after whose next step its value is out of date
-    _stale: str  # why its value must not be read; empty while it is the true one
-    _has_memory: bool
+    _stale = ""  # why its value must not be read; empty while it is the true one
+    _has_memory = True
     _used_here: bool
 
     @property

@@ -71,8 +71,7 @@ class OnOneRank(keras.callbacks.Callback):
         self.callback.set_model(model)
 
     def _together(self, hook: str, *args: Any, **kwargs: Any) -> None:
-        engine = getattr(self.model, "_engine", None)
-        ranks = world() if engine is None else engine.communicator
+        engine, ranks = getattr(self.model, "_engine", None), world()
         if engine is None or ranks.size == 1:
             getattr(self.callback, hook)(*args, **kwargs)
             return

@@ -114,8 +114,7 @@ def _check(callback: Any) -> None:
             f"Callback {type(inner).__name__} stops training, sets a rate or saves, which takes "
             "all ranks. Pass it without OnOneRank."
         )
-    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())
-    if isinstance(callback, (keras.callbacks.BackupAndRestore, orbax)):
+    if isinstance(callback, (keras.callbacks.BackupAndRestore, keras.callbacks.OrbaxCheckpoint)):
         raise ConfigurationError(
             f"Callback {type(callback).__name__} would write from several ranks what one process "
             "holds. Use tnt.callbacks.Checkpoint, with which `fit` goes on at the very step, or "

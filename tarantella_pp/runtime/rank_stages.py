@@ -192,10 +192,9 @@ class RankStages(dict[int, Stage]):
 
     def find_fallbacks(self) -> dict[int, str]:
         """Returns which stages of any rank could not be cut, and why; all ranks must call it."""
-        reasons = {str(i): stage.passes.fallback for i, stage in self.items()}
-        mine = {i: reason for i, reason in reasons.items() if reason}
+        mine = {i: stage.passes.fallback for i, stage in self.items() if stage.passes.fallback}
         everywhere = self._groups.pipeline.allgather_json(mine)
-        return {int(i): reason for theirs in everywhere for i, reason in theirs.items()}
+        return {i: reason for theirs in everywhere for i, reason in theirs.items()}
 
 
 def _following(graph: LayerGraph, tensor: int) -> set[int]:

@@ -72,6 +72,9 @@ class Launcher(abc.ABC):
     notices_dead_hosts: ClassVar[bool] = True
     # Whether it hands on more than 64 KiB of input that rank 0 does not read at once.
     hands_on_input: ClassVar[bool] = True
+    # What makes it pass SIGINT, or SIGTERM, on and give ranks time.
+    interrupt: ClassVar[signal.Signals] = signal.SIGINT
+    terminate: ClassVar[signal.Signals] = signal.SIGTERM
 
     @abc.abstractmethod
     def command(self, job: Job) -> list[str]:
@@ -84,10 +87,6 @@ class Launcher(abc.ABC):
     def shell(self, environ: Mapping[str, str]) -> list[str]:
         """Returns what reaches other hosts in its environment; nothing if no shell does."""
         return []
-
-    def signal_for(self, number: signal.Signals) -> signal.Signals:
-        """Returns what makes it pass SIGINT, or SIGTERM for any other, on and give ranks time."""
-        return signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
 
     def end(self, mpi: subprocess.Popen[bytes], seconds: float) -> None:
         """Ends it, and so its processes on other hosts, before it can say that a rank has died."""
@@ -133,6 +132,8 @@ class OpenMpi(Launcher):
 
     rank_variable = "OMPI_COMM_WORLD_RANK"
     local_rank_variable = "OMPI_COMM_WORLD_LOCAL_RANK"
+    # Ranks' keepers take these for SIGINT and SIGTERM, 0.25 s after which it kills.
+    interrupt, terminate = signal.SIGUSR2, signal.SIGUSR1
 
     def command(self, job: Job) -> list[str]:
         """Returns `mpiexec` with what it refuses by default, and the variables to hand on."""
@@ -164,16 +165,13 @@ class OpenMpi(Launcher):
         own = environ.get(_SHELL_OF_PRTE) or environ.get(_SHELL_OF_ORTE) or "ssh"
         return [*own.split(), *environ.get(_OPTIONS_OF_PRTE, "").split()]
 
-    def signal_for(self, number: signal.Signals) -> signal.Signals:
-        """Returns what ranks' keepers take for SIGINT or SIGTERM: it kills 0.25 s after these."""
-        return signal.SIGUSR2 if number == signal.SIGINT else signal.SIGUSR1
-
 
 class Slurm(Launcher):
     """Slurm's srun, inside an allocation; since 22.05 it does not inherit `--cpus-per-task`."""
 
     rank_variable = "SLURM_PROCID"
     local_rank_variable = "SLURM_LOCALID"
+    interrupt = signal.SIGTERM  # which it passes on; at SIGINT it says how its tasks are
 
     def command(self, job: Job) -> list[str]:
         """Returns `srun`, which knows the hosts itself, with the cores of each rank."""
@@ -201,10 +199,6 @@ class Slurm(Launcher):
         given = os.environ.get(TYPE_VARIABLE)
         protocol = given or (mpi_type(self.executable) if directory else None)
         return ours if protocol is None else {**ours, TYPE_VARIABLE: protocol}
-
-    def signal_for(self, number: signal.Signals) -> signal.Signals:
-        """Returns SIGTERM, which it passes on; at SIGINT it says how its tasks are."""
-        return signal.SIGTERM
 
     def end(self, mpi: subprocess.Popen[bytes], seconds: float) -> None:
         """Has it end its tasks on all hosts, as two Ctrl-C within a second do."""

@@ -216,7 +216,8 @@ class JobRun:
                 if not self._passed_on:
                     self._passed_on = True
                     self._files |= processes.shared_memory()
-                    mpi.send_signal(self._launcher.signal_for(stop.number))
+                    interrupted, own = stop.number == signal.SIGINT, self._launcher
+                    mpi.send_signal(own.interrupt if interrupted else own.terminate)
             elif mpi.returncode == -signal.SIGPIPE:  # as behind `| head`
                 _tell("the job was ended, for nobody reads its output any more")
                 return Exit.BROKEN_PIPE

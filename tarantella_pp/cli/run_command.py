@@ -182,13 +182,14 @@ def _variables(arguments: argparse.Namespace, per_node: int, asked: int) -> dict
     from tarantella_pp.launch import environment, resources
     from tarantella_pp.launch.records import RESTARTS_VARIABLE
 
-    variables = environment.rank_environment(
-        arguments.log_level, arguments.output_on_all_devices, {**os.environ, **arguments.exports}
-    ) | {
+    given = {**os.environ, **arguments.exports}
+    variables = environment.rank_environment(arguments.log_level, given) | {
         resources.COUNT_VARIABLE: str(arguments.threads or ""),
         resources.RANKS_VARIABLE: str(per_node),
         resources.BIND_VARIABLE: "" if arguments.bind == "none" else "cores",
+        environment.LOG_LEVEL_VARIABLE: arguments.log_level,
         environment.LOG_ALL_VARIABLE: "1" if arguments.log_on_all_devices else "0",
+        environment.OUTPUT_VARIABLE: "1" if arguments.output_on_all_devices else "0",
         RESTARTS_VARIABLE: str(asked) if arguments.restarts else "",
         "TNT_TERMINAL": os.environ.get("TNT_TERMINAL", str(int(sys.stdout.isatty()))),
     }

@@ -73,19 +73,15 @@ def detect_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
     return max(found, key=lambda launch: launch.size or 0, default=None)
 
 
-def rank_environment(
-    log_level: str, output_on_all_devices: bool, given: Mapping[str, str]
-) -> dict[str, str]:
-    """Returns the variables to set for every rank, on top of those given already."""
+def rank_environment(log_level: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of others to set for every rank, on top of those given already."""
     defaults = {LOG_VARIABLE: LOG_LEVELS[log_level], **allocator_variables()}
     if platform.machine() == "x86_64":
         # Has TensorFlow multiply matrices with oneDNN, as it does if there is AVX-512. On cores
         # with AVX2 alone a product with the transpose of weights takes up to six times as long for
         # few rows without it; and its allocator leaves fewer gaps between tensors than glibc's.
         defaults["TF_ENABLE_ONEDNN_OPTS"] = "1"
-    unset = {name: value for name, value in defaults.items() if name not in given}
-    output = "1" if output_on_all_devices else "0"
-    return {**unset, LOG_LEVEL_VARIABLE: log_level, OUTPUT_VARIABLE: output}
+    return {name: value for name, value in defaults.items() if name not in given}
 
 
 def needed_elsewhere(given: Mapping[str, str]) -> list[str]:

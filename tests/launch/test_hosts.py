@@ -116,13 +116,12 @@ def test_hosts_are_asked_all_at_once_and_this_one_is_not(tmp_path, monkeypatch):
 
 
 def variables(given: dict[str, str]) -> dict[str, str]:
-    return environment.rank_environment("WARNING", False, given)
+    return environment.rank_environment("WARNING", given)
 
 
 def test_what_is_set_leaves_what_the_user_has_set():
     found = variables({})
     assert found["TF_CPP_MIN_LOG_LEVEL"] == "1"  # warnings are shown
-    assert found["TNT_OUTPUT_ON_ALL_DEVICES"] == "0"
     given = {"MALLOC_TRIM_THRESHOLD_": "1", "TF_CPP_MIN_LOG_LEVEL": "0"}
     assert not set(variables(given)) & set(given)
 

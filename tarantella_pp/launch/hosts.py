@@ -15,9 +15,7 @@ from tarantella_pp.errors import ConfigurationError
 
 _ANSWER_SECONDS = 15.0
 # `host`, `host:4` or `host slots=4`. ssh takes no name that begins with a dash for an option.
-_LINE = re.compile(
-    r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::(?P<count>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?"
-)
+_LINE = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)(?:(?::|\s+slots\s*=\s*)(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +125,9 @@ def _is_here(name: str) -> bool:
 
 def _host(path: str, number: int, text: str) -> Host:
     match = _LINE.fullmatch(text)
-    slots = None if match is None else match["count"] or match["slots"]
-    if match is None or (slots and not int(slots)):
+    if match is None or (match[2] and not int(match[2])):
         raise ConfigurationError(
             f"--hostfile {path}, line {number}: expected `host`, `host:4` or `host slots=4`, with "
             f"at least one slot. Received: {text!r}"
         )
-    return Host(match["name"], int(slots) if slots else None)
+    return Host(match[1], int(match[2]) if match[2] else None)

@@ -19,7 +19,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tarantella_pp.launch.processes import describe_exit
@@ -213,7 +213,7 @@ def headline(rank: int, size: int, host: str, cause: str) -> str:
     return f"tarantella: rank {rank} of {size} on host {host} failed first: {cause}"
 
 
-def number_from(pointer: str) -> int | None:
+def number_from(pointer: str, environ: Mapping[str, str] = os.environ) -> int | None:
     """Returns a number that MPI's launcher gave this process, in the variable named by another."""
-    value = os.environ.get(os.environ[pointer], "")
+    value = environ.get(environ.get(pointer, ""), "")
     return int(value) if value.isdigit() else None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from tarantella_pp.errors import LaunchError, version_of
 from tarantella_pp.launch.environment import number_of
-from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE
+from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, number_from
 
 # Whether a rank is bound to its share of the cores.
 BIND_VARIABLE = "TNT_BIND"
@@ -37,8 +37,7 @@ _Gpu = TypeVar("_Gpu")
 
 def take_share(environ: MutableMapping[str, str]) -> None:
     """Gives this process its part of the cores of the host it is on, and as many threads."""
-    own_number = environ.get(environ.get(LOCAL_RANK_VARIABLE, ""), "")
-    rank = int(own_number) if own_number.isdecimal() else 0
+    rank = number_from(LOCAL_RANK_VARIABLE, environ) or 0
     ranks = next(filter(None, (number_of(environ, name) for name in _LOCAL_SIZES)), 1)
     own = os.sched_getaffinity(0)
     cores, wanted = cores_of_node(environ), environ.get(COUNT_VARIABLE, "")

@@ -187,11 +187,8 @@ class Planner:
             return msgspec.structs.replace(made, recompute=tuple(again))
 
         def fits(worth: Array) -> npt.NDArray[np.bool_]:
-            made = settings(worth)
-            costs = self.costs(made).stages(solution.assignment)
-            return np.array(
-                [one.memory_bytes <= most for one, most in zip(costs, limits, strict=True)]
-            )
+            costs = self.costs(settings(worth)).stages(solution.assignment)
+            return np.array([one.memory_bytes for one in costs]) <= np.array(limits)
 
         above = below = np.full(options.num_stages, options.flops_per_byte)
         kept = fits(above[stages])

@@ -12,17 +12,16 @@ from tarantella_pp.errors import ConfigurationError
 #: Sums of amounts up to it are finite.
 MOST = 1e200
 Shape = tuple[int | None, ...]
-_UNITS = {"": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
 def parse_bytes(value: int | float | str, name: str) -> int:
     """Reads a number of bytes."""
     number = None
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGTP]?)(i?)B?\s*", value, re.IGNORECASE)
-        if match and not (match[3] and not match[2]):
-            base = 1024 if match[3] else 1000
-            number = float(match[1]) * base ** (_UNITS[match[2].upper()] if match[2] else 0)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([KMGTP])(i?))?B?\s*", value, re.IGNORECASE)
+        if match:
+            power = "KMGTP".index(match[2].upper()) + 1 if match[2] else 0
+            number = float(match[1]) * (1024 if match[3] else 1000) ** power
     elif isinstance(value, numbers.Real) and not isinstance(value, bool):
         number = float(value)
     if number is None or not math.isfinite(number) or number < 1:

@@ -66,25 +66,19 @@ def sums_of(costs: StageCostModel, options: Settings, *, likely: bool = False) -
 
 
 def best_solution(
-    costs: StageCostModel,
-    options: Settings,
-    blocks: Blocks | None = None,
-    *,
-    whole: bool = True,
-    by_sums: bool = False,
+    costs: StageCostModel, options: Settings, blocks: Blocks, *, whole: bool, by_sums: bool
 ) -> Solution:
     """Finds the stages whose dearest costs the least.
 
     Not `whole`, memory counts by its sums; `by_sums`, it does so for limits, too.
     """
     begun = time.perf_counter()
-    blocks = Blocks.of(costs.graph) if blocks is None else blocks
     if len(blocks) < options.num_stages:
         raise PlanError(
             f"No plan has a node on each of {options.num_stages} stages: only {len(blocks)} groups "
             f"of nodes can be told apart. Ask for fewer stages.{_shared(costs.graph)}"
         )
-    problem = _Problem(costs, options, options.weighs_stages and whole, by_sums)
+    problem = _Problem(costs, options, whole, by_sums)
     best, cut = problem.within_limits(blocks)
     bound, method = cut.bound, cut.method
     if options.ranks:

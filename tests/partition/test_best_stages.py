@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import PlanError
-from tarantella_pp.partition.best_stages import best_solution, wires
+from tarantella_pp.partition.best_stages import wires
 from tarantella_pp.partition.graph import ideals
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.planner import Planner
@@ -71,9 +71,8 @@ def problems(draw, balances=("memory", "flops")):
         draw(st.sets(st.integers(0, tensors - 1), max_size=3)),
         draw(st.sets(st.integers(0, nodes - 1), max_size=2).filter(lambda one: len(one) != 1)),
     )
-    slots = [2 * weight.bytes for weight in graph.weights]
-    costs = Planner("drawn", graph, "Adam", slots).costs(options)
-    return costs, options, all_plans(costs, options)
+    planner = Planner("drawn", graph, "Adam", [2 * weight.bytes for weight in graph.weights])
+    return planner, options, all_plans(planner.costs(options), options)
 
 
 def all_plans(costs, options):
@@ -102,14 +101,14 @@ def cut(costs, assignment):
 @given(problems(), st.integers(0, 3))
 def test_no_plan_needs_less(problem, turn):
     """And where ideals are too many some orders of the operations are taken."""
-    costs, options, plans = problem
+    planner, options, plans = problem
     if not plans:
         with pytest.raises(PlanError):
-            best_solution(costs, options)
+            planner.solve(options)
         return
     most = ideals.MOST_IDEALS if turn else 1
     with mock.patch.object(ideals, "MOST_IDEALS", most):
-        found, best = best_solution(costs, options), min(plans.values())
+        found, best = planner.solve(options), min(plans.values())
     proof = found.certificate
     assert proof.value == plans[found.assignment]
     assert proof.lower_bound <= best * (1 + 1e-9)
@@ -120,6 +119,7 @@ def test_no_plan_needs_less(problem, turn):
         assert proof.optimal
     if options.balance == "flops":
         equal = [one for one, value in plans.items() if value <= best * (1 + 1e-10)]
+        costs = planner.costs(options)
         fewest = min(cut(costs, one) for one in equal)
         assert cut(costs, found.assignment) == pytest.approx(fewest)
 
@@ -127,7 +127,7 @@ def test_no_plan_needs_less(problem, turn):
 @settings(max_examples=30, deadline=None)
 @given(problems(balances=("memory",)), st.floats(0.9, 1.1))
 def test_a_limit_is_kept_where_any_plan_does(problem, share):
-    costs, options, plans = problem
+    planner, options, plans = problem
     if not plans:
         return
     best = min(plans.values())
@@ -135,6 +135,6 @@ def test_a_limit_is_kept_where_any_plan_does(problem, share):
     limited = msgspec.structs.replace(options, balance="flops", memory_limit=limit)
     if limit < best:
         with pytest.raises(PlanError, match="memory limit"):
-            best_solution(costs, limited)
+            planner.solve(limited)
     elif options.num_stages == 2:
-        assert plans[best_solution(costs, limited).assignment] <= limit
+        assert plans[planner.solve(limited).assignment] <= limit

@@ -169,11 +169,6 @@ def _part(value: Any, before: Any, share: float, kind: str) -> Array:
     return found - before if kind == SUM else share * found
 
 
-def tensors_of(batch: Batch) -> list[tf.Tensor]:
-    """All tensors of a batch, as they are in its structure."""
-    return [batch.inputs[i] for i in range(len(batch.inputs))]
-
-
 class PreparedStep:
     """Runs a step on this replica's share of a batch, and makes of it one of the whole batch."""
 
@@ -228,7 +223,6 @@ class PreparedStep:
         """What the step makes of this replica's samples, and their share of the batch."""
         share = batch.share.counted_rows / batch.rows
         self._values.begin()
-        tensors = tensors_of(batch)
 
         def update(number: int, tensors: list[tf.Tensor]) -> None:
             if not self._statistics.waits:
@@ -240,7 +234,7 @@ class PreparedStep:
             ]
             self._apply[number](self._exchanges[number].added_up(mine))
 
-        return self._program.run(tensors, update), share
+        return self._program.run([*batch.inputs.values()], update), share
 
     def _take_statistics(self, batch: Batch) -> None:
         """Brings moving averages up to date, as far as the step has come."""

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.custom_steps.prepared_step import PreparedStep, tensors_of
+from tarantella_pp.custom_steps.prepared_step import PreparedStep
 from tarantella_pp.custom_steps.step_probe import StepKinds, found_kinds
 from tarantella_pp.custom_steps.step_trace import StepTrace
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
@@ -147,7 +147,7 @@ class ReplicaSteps:
             )
         found = on_one_rank(
             ranks, READER, f"try {what}",  # which has the first samples of each batch
-            lambda: found_kinds(tried, tensors_of(batch), by_rows=name == "predict_step"),
+            lambda: found_kinds(tried, [*batch.inputs.values()], by_rows=name == "predict_step"),
         )  # fmt: skip
         kinds = StepKinds(*found)
         statistics.waits = tried.read_late() is None
@@ -155,7 +155,7 @@ class ReplicaSteps:
 
     def _trace(self, name: str, batch: Batch, around: Any) -> StepTrace:
         """Traces a step; once more if that has made variables, which are there then."""
-        specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in tensors_of(batch)]
+        specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in batch.inputs.values()]
 
         makes = False
 

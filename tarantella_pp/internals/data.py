@@ -26,10 +26,8 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tarantella_pp.internals.state import become
 
-
-def are_arrays(data: Any) -> bool:
-    """Whether Keras takes `(x, y, sample_weight)` for arrays."""
-    return bool(can_convert_arrays(data))
+# Whether Keras takes `(x, y, sample_weight)` for arrays.
+are_arrays = can_convert_arrays
 
 
 def arrays_of(adapter: DataAdapter) -> Any:

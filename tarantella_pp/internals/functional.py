@@ -20,6 +20,8 @@ from keras.src.ops.function import Function as Function
 
 # The mask attached to a tensor, symbolic or not; `None` for none.
 get_mask, set_mask = backend.get_keras_mask, backend.set_keras_mask
+# A graph of TensorFlow, like a function's, to trace in; it has a name.
+new_graph = tf.__internal__.FuncGraph
 
 
 def network_of(model: Any) -> Any:
@@ -50,12 +52,7 @@ def takes_training(layer: Any) -> bool:
 def treat_like(whole: Any, model: Any) -> None:
     """Has `fit` tell a model as little of training, and name its losses, as that in it."""
     whole._call_has_training_arg = model._call_has_training_arg
-    whole.output_names = output_names(model)
-
-
-def output_names(model: Any) -> list[str] | None:
-    """The names of a model's outputs, by which Keras names losses; `None` if they have none."""
-    return getattr(model, "output_names", None)
+    whole.output_names = getattr(model, "output_names", None)
 
 
 def _is_input(tensor: Any) -> bool:
@@ -249,11 +246,6 @@ def class_of_keras(operation: Any) -> str:
         if base.__module__.startswith(("keras.src.layers.", "keras.src.ops.")):
             return str(base.__name__) if kind.call is base.call else ""
     return ""
-
-
-def new_graph(name: str) -> Any:
-    """A graph of TensorFlow, like a function's, to trace in."""
-    return tf.__internal__.FuncGraph(name)
 
 
 def repeats_itself(layer: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError, checked_count
-from tarantella_pp.internals.functional import adopt_layers, output_names, sublayers
+from tarantella_pp.internals.functional import adopt_layers, sublayers
 from tarantella_pp.internals.optimizers import with_loss_scaling
 from tarantella_pp.internals.parted import in_parts
 from tarantella_pp.internals.state import compiled_with, forget_functions
@@ -157,7 +157,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             model_validation.check_micro_batches(extracted, placed.num_micro_batches)
             super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
             adopt_layers(self, model)
-            self.output_names = output_names(model)
+            self.output_names = getattr(model, "output_names", None)  # by which losses are named
             self.dtype_policy = model.dtype_policy
             if not model.trainable:
                 self._freeze_whole(model)

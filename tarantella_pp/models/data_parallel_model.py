@@ -31,6 +31,7 @@ _FILES = (".keras", ".h5", ".hdf5")
 OF_STAGES = {"num_stages", "schedule", "balance", "wire_dtype", "num_replicas", "check_replicas"}
 
 
+@keras.saving.register_keras_serializable("tarantella_pp")
 class Model(PipelineModel):
     """Trains a Keras model on all ranks; each computes its share of every batch.
 
@@ -130,6 +131,7 @@ def _called_with(model: Any, inputs: Any) -> keras.Model:
     return whole
 
 
+@keras.saving.register_keras_serializable("tarantella_pp")
 class Sequential(Model):
     """A stack of layers that is trained on all ranks; see `Model`.
 
@@ -147,10 +149,6 @@ class Sequential(Model):
         if not isinstance(layers, keras.Model):
             layers = keras.Sequential(layers, name=name)
         super().__init__(layers, **options)
-
-
-for _kind in (Model, Sequential):
-    keras.saving.register_keras_serializable("tarantella_pp")(_kind)
 
 
 def has_own_steps(model: Any) -> bool:

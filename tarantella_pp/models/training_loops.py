@@ -61,7 +61,6 @@ def surrounded(method: Callable[..., Any]) -> Callable[..., Any]:
         with _instead_of_keras(plain, model), data_made_of(data):
             return own(plain, *args, **kwargs)
 
-    run.__wrapped__ = method  # type: ignore[attr-defined]
     return run
 
 

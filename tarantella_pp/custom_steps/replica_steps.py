@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -42,9 +42,6 @@ class StepFeed(DataFeed):
         self._check_rows(tensors)
         return tensors, [], (structure, None)
 
-    def _wanted(self, need: Need, count: int) -> Sequence[int]:
-        return range(count)
-
     def _own_parts(
         self, arrays: ArrayRows, own: Any, order: Any
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -61,7 +58,7 @@ class ReplicaSteps:
         self.logs: dict[str, Any] = {}  # Keras' logs after the last step
         # Called once, when all variables of the next training step are there.
         self.before_training: Callable[[], object] | None = None
-        needs = [Need((0,), replica) for replica in range(ranks.size)]
+        needs = [Need(None, replica) for replica in range(ranks.size)]
         self.feed = StepFeed(ranks, needs, list, lambda rows: batch_shares(rows, 1, ranks.size))
         self._model = model
         self._gradient_dtype = gradient_dtype

@@ -139,7 +139,7 @@ class Batch:
 class Need:
     """What a rank gets of each batch."""
 
-    inputs: tuple[int, ...]  # the positions of the model inputs that it uses
+    inputs: tuple[int, ...] | None  # the positions of the model inputs that it uses; `None`: all
     replica: int = 0  # its replica, whose samples it gets
     targets: bool = False  # whether it gets targets and sample weights
 

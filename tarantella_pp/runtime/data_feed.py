@@ -98,7 +98,7 @@ class DataFeed:
         for order in orders:
             own = order[self.shares(len(order))[self.replica].own_rows]
             inputs, targets = self._own_parts(arrays, own, order)
-            wanted = self._wanted(self._need, len(inputs)) if inputs else ()
+            wanted = self._wanted(self._need, len(inputs))
             yield self._batch(len(order), {i: inputs[i] for i in wanted}, targets, signature)
 
     def _own_parts(
@@ -217,7 +217,7 @@ class DataFeed:
 
     def _wanted(self, need: Need, count: int) -> Sequence[int]:
         """The inputs that a rank gets, out of `count`; with steps of the user's own it is all."""
-        return need.inputs
+        return range(count) if need.inputs is None else need.inputs
 
     def _batch(
         self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any], signature: bytes

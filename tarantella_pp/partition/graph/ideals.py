@@ -12,7 +12,7 @@ come before it. Chains have one more of these sets than operations; branches mul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -54,8 +54,11 @@ class Blocks:
 
     @classmethod
     def of(cls, graph: LayerGraph) -> Blocks:
-        """Joins what must share a stage."""
-        return cls.joined(len(graph.nodes), comes_before(graph), graph.groups)
+        """Joins what must share a stage; who makes a tensor or trains a variable comes first."""
+        trains: dict[int, int] = {}
+        uses = ((weight, node.id) for node in graph.nodes for weight in node.weights)
+        order = {(trains.setdefault(weight, node), node) for weight, node in uses}
+        return cls.joined(len(graph.nodes), sorted(order.union(graph.edges)), graph.groups)
 
     @classmethod
     def joined(
@@ -145,15 +148,6 @@ class Blocks:
                 free = self.free_after(ideal, free, block)
                 found[ideal] = free
         return Ideals.of(self, found)
-
-
-def comes_before(graph: LayerGraph) -> Iterator[tuple[int, int]]:
-    """Yields what comes before what: makers of inputs, and trainers of variables."""
-    trains: dict[int, int] = {}
-    for node in graph.nodes:
-        makers = {graph.tensors[tensor].producer for tensor in node.inputs}
-        makers |= {trains.setdefault(weight, node.id) for weight in node.weights}
-        yield from ((maker, node.id) for maker in makers if maker not in {None, node.id})
 
 
 @dataclass(frozen=True, eq=False)

@@ -279,7 +279,7 @@ class SharedLogs:
     def _reported(self) -> float:
         """Takes over metrics that other ranks have reported; returns the sum of their losses."""
         total = 0.0
-        for rank in self._ranks.others:
+        for rank in sorted(self._ranks.others):
             loss, states = self._ranks.receive_json(rank, _LOSS_TAG, label="added losses")
             total += loss
             for variable, state in zip(self._of_layers[rank], states, strict=True):

@@ -70,7 +70,7 @@ class CollectiveRequest(Generic[_Result]):
             channel.waiter.until(
                 self.ready,
                 self.__str__,
-                [r for r in channel.world_ranks if r != channel.world_ranks[channel.rank]],
+                [channel.world_ranks[rank] for rank in channel.others],
                 check=self.check,
             )
         if channel is not None:
@@ -167,11 +167,6 @@ def allgather(
     return outs
 
 
-def next_first(channel: Channel) -> list[int]:
-    """The other ranks, each rank beginning with the next: not all of them send to one at once."""
-    return [(channel.rank + step) % channel.size for step in range(1, channel.size)]
-
-
 def _with_rows(
     channel: Channel, length: int, own: slice, dtype: np.dtype[Any]
 ) -> tuple[Array, Array]:
@@ -201,14 +196,13 @@ def _combine_segments(
     """Every rank gets its segment of all ranks, and combines them, in its own row if given."""
     mine = sent[segments[channel.rank]]
     spec = [TensorSpec(mine.shape, mine.dtype)]
-    others = next_first(channel)
     receives = {
         rank: channel.post_receive(
             spec, rank, tag, label=label, into=None if rows is None else [rows[rank]]
         )
-        for rank in (others if mine.size else ())
+        for rank in (channel.others if mine.size else ())
     }
-    for rank in others:
+    for rank in channel.others:
         if segments[rank].stop > segments[rank].start:
             channel.send([sent[segments[rank]]], rank, tag, label=label)
     yield [*receives.values()]
@@ -246,15 +240,14 @@ def _spread(
         return [out[segments[rank]] for out in outs]
 
     receives = []
-    others = next_first(channel)
-    for rank in others:
+    for rank in channel.others:
         parts = parts_of(rank)
         if any(part.size for part in parts):
             specs = [TensorSpec(part.shape, part.dtype) for part in parts]
             receives.append(channel.post_receive(specs, rank, tag, label=label, into=parts))
     mine = parts_of(channel.rank)
     if any(part.size for part in mine):
-        for rank in others:
+        for rank in channel.others:
             channel.send(mine, rank, tag, label=label)
     yield receives
 

@@ -157,11 +157,6 @@ class Communicator(Channel):
         sent = self.send_json(value, self.others, _JSON_TAG, label=label)
         return msgspec.msgpack.decode(sent)
 
-    @property
-    def others(self) -> list[int]:
-        """All ranks but this one."""
-        return [rank for rank in range(self.size) if rank != self.rank]
-
     def send_json(self, value: Any, dests: Sequence[int], tag: int, *, label: str = "") -> bytes:
         """Starts to send a value to other ranks, for `receive_json`; returns what is sent."""
         # MessagePack rather than JSON, which has no NaN and no bytes.

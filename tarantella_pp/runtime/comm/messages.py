@@ -182,6 +182,11 @@ class Channel:
         self._expected: dict[int, RecvRequest] = {}
         self._posted: Counter[tuple[int, int]] = Counter()
 
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, the next one first: not all of them send to one at once."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
     def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> SendRequest:
         """Starts to send tensors to another rank; do not change them before they have arrived."""
         memory = [piece for array in arrays for piece in pieces(as_bytes(as_array(array)))]

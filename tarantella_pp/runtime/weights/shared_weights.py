@@ -14,7 +14,6 @@ from tarantella_pp.errors import ReplicaError
 from tarantella_pp.runtime.comm import tensor_buffers
 from tarantella_pp.runtime.comm.buffers import aligned_memory, give_back
 from tarantella_pp.runtime.comm.collective import digest, on_one_rank
-from tarantella_pp.runtime.comm.collectives import next_first
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.weights.gradient_reduction import DENSE, NOTHING, kind_of
 from tarantella_pp.runtime.weights.slices import Gradient
@@ -124,12 +123,11 @@ class Copies:
     def publish(self) -> None:
         """Sends the values that this rank has updated; all ranks must call it."""
         label, ranks = "updated weights", self.communicator
-        others = next_first(ranks)
-        for rank in others:
+        for rank in ranks.others:
             if variables := self.received.get(rank):
                 specs = [_specs(variable, DENSE)[0] for variable in variables]
                 self._requests[rank] = ranks.post_receive(specs, rank, _VALUES_TAG, label=label)
-        for rank in others:
+        for rank in ranks.others:
             if variables := self.sent.get(rank):
                 values = list(map(tensor_buffers.buffer_of, variables))
                 ranks.send(values, rank, _VALUES_TAG, label=label)

@@ -68,8 +68,7 @@ class Communicator(Channel):
 
     def progress(self) -> None:
         """Moves on all that this rank has begun, in all groups; never waits."""
-        if not self.is_alone:
-            self.process.progress.poll()
+        self.process.progress.poll()
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Surrounds a computation, while which messages may move on and no method may be called."""

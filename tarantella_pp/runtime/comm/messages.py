@@ -175,7 +175,7 @@ class Channel:
             process.limits,
             process.progress.poll,
             process.wakeup,
-            self._report,
+            self.report,
             process.agreement.where,
         )
         self._outgoing: list[SendRequest] = []
@@ -235,11 +235,8 @@ class Channel:
         while self._outgoing:
             self._outgoing[0].wait()
 
-    def outstanding(self) -> list[str]:
-        """Returns the messages on their way, one line each."""
-        return [f"expected: {request}" for request in self._expected.values()] + [
-            f"not yet taken: {sending}" for sending in self._outgoing
-        ]
-
-    def _report(self) -> str:
-        return "\n  ".join(["On its way:", *(self.outstanding() or ["nothing else"])])
+    def report(self) -> str:
+        """Names the messages on their way, one a line."""
+        expected = [f"expected: {request}" for request in self._expected.values()]
+        sent = [f"not yet taken: {sending}" for sending in self._outgoing]
+        return "\n  ".join(["On its way:", *(expected + sent or ["nothing else"])])

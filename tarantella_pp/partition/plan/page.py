@@ -131,8 +131,8 @@ def _timeline(plan: PlanData, step: StepTimeline) -> dict[str, Any]:
         return {"ranks": []}
     for rank, sums in enumerate(step.reductions):
         events[rank] += sums
-    length, longest = step.step_seconds or 1.0, 0
-    ranks, kinds = [], set()
+    length, kinds = step.step_seconds or 1.0, set()
+    ranks: list[dict[str, Any]] = []
     scale = min(max(LEAST_WIDTH, 9.0 * max(map(len, events))), MOST_WIDTH) / length
     in_seconds = plan.machine is not None
     for rank, own in enumerate(events):
@@ -155,15 +155,13 @@ def _timeline(plan: PlanData, step: StepTimeline) -> dict[str, Any]:
                 "title": f"{label}: {KINDS[kind]}, {times[0]} to {times[1]}",
                 "text": label if fits else "",
             })  # fmt: skip
-        idle = step.idle_fraction(rank)
         name = f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))})"
-        longest = max(longest, len(name))
-        ranks.append({"name": name, "idle": percent(idle), "bars": bars})
+        ranks.append({"name": name, "idle": percent(step.idle_fraction(rank)), "bars": bars})
     ticks = [format_seconds(length * i / 4) if in_seconds else f"{25 * i} %" for i in range(5)]
     return {
         "ranks": ranks,
         "text": f"Timeline of {count(len(ranks), 'rank')} with schedule {step.name}",
-        "left": 16 + 7.3 * longest,
+        "left": 16 + 7.3 * max(len(rank["name"]) for rank in ranks),
         "length": length * scale,
         "computed": step.pipeline_seconds * scale,
         "ticks": ticks,
@@ -194,9 +192,7 @@ def graph_drawing(plan: PlanData) -> dict[str, Any]:
     """Draws a column of operations for each stage, and what is sent between them."""
     boxes, rows = _boxes(plan)
     sent = _sent_from(plan, rows)
-    skipping = [
-        source for source, cuts in sent.items() if max(_targets(cuts), default=0) > source[0] + 1
-    ]
+    skipping = [source for source, cuts in sent.items() if _targets(cuts)[-1] > source[0] + 1]
     rails = {source: MARGIN + LANE * (i % MOST_LANES) for i, source in enumerate(skipping)}
     top = max(rails.values(), default=-8) + 8 + MARGIN
     width = LEFT + BOX_WIDTH + RIGHT

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from tarantella_pp.cli.main import main
+import runpy
 
 if __name__ == "__main__":
-    sys.exit(main())
+    runpy.run_module("tarantella_pp.cli.main", run_name="__main__")

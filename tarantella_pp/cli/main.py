@@ -84,3 +84,7 @@ def _whole_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and leave")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -65,7 +65,6 @@ class OptimizerStep:
         self._clips = optimizers.clips_by_norm(optimizer, has_parts)
         several = has_parts or own.table.ranks.size > 1
         self._together = several and (self._clips or optimizers.scales_dynamically(optimizer))
-        self._buckets = own.buckets
         self._reduction = own.make_reduction()
         self._started: set[Bucket] = set()
         self._taken: Collected = {}
@@ -102,7 +101,7 @@ class OptimizerStep:
 
     def reduce(self, stage: int, bucket: int, counts: bool) -> None:
         """Starts to add up the gradients of a bucket over the replicas; never waits."""
-        weights = self._buckets[stage, bucket]
+        weights = self._own.buckets[stage, bucket]
         # What other stages add, of this rank or of others, is there only when `gather` is called.
         tied = self._own.ties.tied
         if not any(len(self._places.get(id(w), ())) > 1 or id(w) in tied for w in weights):
@@ -113,7 +112,7 @@ class OptimizerStep:
         collected = self._collected(self._sums)
         self._own.ties.hand_over(lambda weight: self._summed(weight, collected))
         arrived = self._own.ties.collect()
-        for key in self._buckets:
+        for key in self._own.buckets:
             if key not in self._started:
                 self._start(key, arrived, counts)
         return arrived
@@ -121,7 +120,7 @@ class OptimizerStep:
     def finish_reductions(self) -> list[Gradient]:
         """Waits for the gradients that are being added up over the replicas."""
         found: dict[int, Gradient] = {}
-        for key, weights in self._buckets.items():
+        for key, weights in self._own.buckets.items():
             found.update(zip(map(id, weights), self._reduction.finish(key), strict=True))
         return [found.get(id(weight)) for weight in self._weights]
 
@@ -130,7 +129,7 @@ class OptimizerStep:
         self._applying = True  # from here on an error leaves weights half updated
         # Without replicas the sums are taken inside the compiled update, which saves a copy.
         sums: Any = reduced
-        if not self._buckets:
+        if not self._own.buckets:
             sums = self._collected(self._sums), [arrived.get(id(w), []) for w in self._weights]
         if self._together:  # all ranks must know how long the gradients are, and whether finite
             sums, numbers = self._measure(sums)
@@ -168,7 +167,7 @@ class OptimizerStep:
         return {stage: self._taken[stage] for stage in stages}
 
     def _start(self, key: Bucket, arrived: Arrived, counts: bool) -> None:
-        weights = self._buckets[key]
+        weights = self._own.buckets[key]
         gradients: list[Gradient] = [None] * len(weights)
         if counts:  # a replica without samples has run one nevertheless
             stages = {stage for w in weights for stage, _ in self._places.get(id(w), [])}
@@ -201,7 +200,7 @@ class OptimizerStep:
 
     def _regularized(self, sums: Any) -> list[Gradient]:
         """The gradients of all weights, summed over replicas, regularizers included."""
-        if not self._buckets:
+        if not self._own.buckets:
             sums = self._local_gradients(self._weights, sums)
         return list(map(self._with_penalty, self._weights, map(unmarked, sums)))
 

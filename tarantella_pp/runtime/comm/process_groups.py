@@ -38,9 +38,8 @@ class ProcessGroups:
         cls, world: Communicator, num_replicas: int, placement: str = "pipelines-together"
     ) -> ProcessGroups:
         """Makes the groups; all ranks of the job must call it."""
-        size, together = world.size // num_replicas, placement == "pipelines-together"
-        ranks = np.arange(world.size).reshape((-1, size) if together else (size, -1))
-        ranks = ranks if together else ranks.T
+        together = placement == "pipelines-together"
+        ranks = np.arange(world.size).reshape((num_replicas, -1), order="C" if together else "F")
         world_ranks = tuple(tuple(row) for row in ranks.tolist())
         if num_replicas == 1:
             return cls(world, world, Communicator(), world_ranks)

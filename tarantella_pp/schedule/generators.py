@@ -99,14 +99,9 @@ def interleaved(
     # since micro-batches do not depend on each other.
     padded = max(num_ranks, num_micro_batches)
     groups = _groups(padded, padded // num_ranks)
-    forwards: list[Compute] = []
-    backwards: list[Compute] = []
-    for group in groups:
-        for chunk in range(stages_per_rank):
-            stage = chunk * num_ranks + rank
-            last = (stages_per_rank - 1 - chunk) * num_ranks + rank
-            forwards += [Compute(stage, "F", i) for i in group]
-            backwards += [Compute(last, "BW", i) for i in group]
+    own = range(rank, num_ranks * stages_per_rank, num_ranks)
+    forwards = [Compute(stage, "F", i) for group in groups for stage in own for i in group]
+    backwards = [Compute(s, "BW", i) for group in groups for s in reversed(own) for i in group]
     # Rank r has as many forwards ahead as ranks follow, twice where stages interleave, for then
     # messages go round the ring; and one group for each stage that it has besides.
     warm_up = num_ranks - rank - 1

@@ -325,12 +325,9 @@ def _fields(lines: Mapping[str, Any]) -> dict[str, Any]:
     if not names or set(names) != set(given):
         raise _expected("one line for each rank: 'rank 0:', 'rank 1:', ...", ", ".join(given))
     actions: tuple[tuple[Compute, ...], ...] = tuple(lines[name] for name in names)
-    owners: dict[int, int] = {}
-    micro_batches = set()
-    for rank, own in enumerate(actions):
-        for action in own:
-            owners.setdefault(action.stage, rank)
-            micro_batches.add(action.micro_batch)
+    # The first rank that computes a stage has it; if others do so, too, that is refused later.
+    owners = {a.stage: rank for rank, own in reversed([*enumerate(actions)]) for a in own}
+    micro_batches = {action.micro_batch for own in actions for action in own}
     if not owners:
         raise ScheduleError("Expected at least one computation. Received: none on any rank")
     stages = range(lines.get("stages", 1 + max(owners)))

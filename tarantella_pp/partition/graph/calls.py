@@ -21,6 +21,7 @@ from tarantella_pp.internals.functional import (
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Source, Tensor, Weight
 from tarantella_pp.partition.graph.layer_inside import OpenedLayer
 from tarantella_pp.partition.graph.layer_trace import Path
+from tarantella_pp.partition.graph.placeholders import SIZES
 from tarantella_pp.partition.graph.traced_costs import NodeCost
 from tarantella_pp.partition.graph.units import item_bytes, sample_shape
 
@@ -106,7 +107,6 @@ def graph_of(
     *,
     inputs: tuple[int, ...],
     outputs: tuple[int, ...],
-    assumed_size: int,
 ) -> LayerGraph:
     """Makes the layer graph of tensors and calls: adds who reads each tensor, and the costs.
 
@@ -123,7 +123,7 @@ def graph_of(
         inputs=inputs,
         outputs=outputs,
         weights=weights,
-        assumed_size=assumed_size if unknown else None,
+        assumed_size=SIZES[0] if unknown else None,
     )
 
 

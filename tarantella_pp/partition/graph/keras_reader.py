@@ -45,6 +45,7 @@ from tarantella_pp.partition.graph.layer_inside import (
 )
 from tarantella_pp.partition.graph.layer_trace import LayerTrace, Path, Value
 from tarantella_pp.partition.graph.placeholders import (
+    SIZES,
     SeenTensor,
     is_known_by_rule,
     made_by_rule,
@@ -127,7 +128,7 @@ class ExtractedModel:
 _FINEST = 13
 
 
-def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> ExtractedModel:
+def extract(model: keras.Model | ExtractedModel) -> ExtractedModel:
     """Reads a model's operations into a graph, without changing the model.
 
     Nested Functional and Sequential models are opened, as often as they are called, down to
@@ -145,7 +146,7 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
             f"'{model.name}' has layers that cannot be built without data: {describe(error)}. "
             "Call it on some samples first, or give all sizes that it needs in keras.Input(shape)."
         ) from error
-    looked = Looked(network, assumed_size, knows_no_training=not takes_training(model))
+    looked = Looked(network, knows_no_training=not takes_training(model))
     found = looked.readings[0] = _Reader(model, looked, None).extracted()
     return found
 
@@ -205,13 +206,7 @@ class _Reader:
         order = [part for v in before for part in self._parts.get(id(v), [id(v)])]
         variables = tuple({v: found[v] for v in (*order, *found) if v in found}.values())
         graph = graph_of(
-            self._tensors,
-            self._calls,
-            variables,
-            self._states(),
-            inputs=inputs,
-            outputs=outputs,
-            assumed_size=self._looked.assumed_size,
+            self._tensors, self._calls, variables, self._states(), inputs=inputs, outputs=outputs
         )
         return ExtractedModel(
             model=model,
@@ -224,7 +219,7 @@ class _Reader:
         )
 
     def _add_tensor(self, name: str, seen: SeenTensor) -> int:
-        entries = math.prod(sample_shape(seen.shape, self._looked.assumed_size))
+        entries = math.prod(sample_shape(seen.shape, SIZES[0]))
         tensor = Tensor(
             id=len(self._tensors),
             name=name,

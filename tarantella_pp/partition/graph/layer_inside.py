@@ -80,7 +80,6 @@ class Looked:
     """What is known of a model's calls."""
 
     network: Any  # the Functional whose operations make it up
-    assumed_size: int
     knows_no_training: bool
     insides: dict[tuple[int, int], LayerInside] = field(default_factory=dict)  # by node and visit
     alike: dict[Any, Inside] = field(default_factory=dict)  # what layers have in common
@@ -112,7 +111,7 @@ class LayerInside:
         is_open = any(None in tensor.shape[1:] for tensor in given.values())
         # What it gets for `training` when it trains, and otherwise
         flags = (None, None) if self._looked.knows_no_training else (True, False)
-        for size in dict.fromkeys((self._looked.assumed_size, *SIZES)) if is_open else (1,):
+        for size in SIZES if is_open else (1,):
             tracer = partial(self._traced, size)
             try:
                 trace = tracer(0, flags[0], None)
@@ -158,8 +157,7 @@ class LayerInside:
     def cost(self) -> NodeCost | None:
         """What the call costs with all that is inside; `None` where nobody saw it."""
         costs = {} if self._text is None else _COSTS
-        looked = self._looked
-        key = self._text, looked.assumed_size, looked.knows_no_training, *self._given.values()
+        key = self._text, self._looked.knows_no_training, *self._given.values()
         if key not in costs and self._found is not None:
             costs[key] = self._found[1].cost()
         return costs.get(key)

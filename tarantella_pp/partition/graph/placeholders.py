@@ -26,7 +26,7 @@ from tarantella_pp.partition.graph.units import Shape
 # Dimensions that differ hold samples. Neither number is 1, which broadcasting would hide, and
 # neither divides the other, so that samples merged with windows are not taken for samples alone.
 SAMPLES = (4, 6)
-# Sizes that unknown dimensions are tried with; layers have limits.
+# Sizes that unknown dimensions are tried with, for layers have limits; they count as the first.
 SIZES = (256, 64, 16, 8, 4)
 # The shapes of a tensor for 4 and for 6 samples; `None` where they are unknown.
 Probe = tuple[Shape, ...] | None

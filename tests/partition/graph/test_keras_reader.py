@@ -136,9 +136,9 @@ def test_shapes_inside_a_nested_model_are_those_of_the_call():
 
 
 def test_unknown_sizes_are_assumed_and_said():
-    graph = extract(models.chain((None, 3), layers.Dense(2)), assumed_size=10).graph
-    assert graph.assumed_size == 10
-    assert graph.tensors[graph.outputs[0]].bytes_per_sample == 10 * 2 * 4
+    graph = extract(models.chain((None, 3), layers.Dense(2))).graph
+    assert graph.assumed_size == 256
+    assert graph.tensors[graph.outputs[0]].bytes_per_sample == 256 * 2 * 4
 
 
 class Subclassed(keras.Model):

@@ -278,8 +278,7 @@ class GradientExchange:
         guesses: bool = False,
     ) -> None:
         self.variables = list(variables)
-        buckets = in_buckets(self.variables, fusion_threshold)
-        self._buckets = dict(enumerate(buckets))
+        self._buckets = dict(enumerate(in_buckets(self.variables, fusion_threshold)))
         weights = {key: [self.variables[i] for i in own] for key, own in self._buckets.items()}
         self._reduction = GradientReduction(ranks, weights, wire_dtype, guesses=guesses)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import parse_bytes, wire_bytes
@@ -35,16 +35,17 @@ def gradient_buckets(
     # have come. A table of embeddings is alone, for its gradient may be a few rows.
     by_first_use = dict.fromkeys(weight for node in graph.nodes for weight in node.weights)
     users = graph.users(assignment)
-    own: list[list[int]] = [[] for _ in range(num_stages)]
-    for weight in reversed(by_first_use):
-        if graph.weights[weight].trainable:
-            own[users[weight][0]].append(weight)
+    own: list[list[tuple[int, str, int]]] = [[] for _ in range(num_stages)]
+    for w in reversed(by_first_use):
+        weight = graph.weights[w]
+        if weight.trainable:
+            own[users[w][0]].append((w, weight.dtype, weight.bytes))
     found = []
     for weights in own:
-        alone = [w for w in weights if len(users[w]) == 1]
-        tied = [w for w in weights if len(users[w]) > 1]
-        packed = _packed(graph, alone, fusion_threshold)
-        found.append(packed + _packed(graph, tied, fusion_threshold))
+        alone = [each for each in weights if len(users[each[0]]) == 1]
+        tied = [each for each in weights if len(users[each[0]]) > 1]
+        buckets = packed(alone, fusion_threshold, graph.tables)
+        found.append(buckets + packed(tied, fusion_threshold, graph.tables))
     return tuple(found)
 
 
@@ -59,20 +60,24 @@ def bucket_bytes(
     )
 
 
-def _packed(graph: LayerGraph, weights: Sequence[int], most: int) -> Buckets:
-    """Fills a bucket of each dtype, and begins another one where a variable does not fit."""
+def packed(
+    weights: Iterable[tuple[int, str, int]], most: int, tables: Container[int] = ()
+) -> Buckets:
+    """Fills a bucket of each dtype, and begins another one where a variable does not fit.
+
+    Of each variable it takes the number, the dtype and the bytes.
+    """
     buckets: list[list[int]] = []
     # The open bucket of each dtype, and the bytes that it still takes.
     room: dict[str, tuple[int, list[int]]] = {}
-    for w in weights:
-        weight = graph.weights[w]
-        left, bucket = room.get(weight.dtype, (0, []))
-        if w in graph.tables or weight.bytes > left:
+    for w, dtype, nbytes in weights:
+        left, bucket = room.get(dtype, (0, []))
+        if w in tables or nbytes > left:
             left, bucket = most, []
             buckets.append(bucket)
         bucket.append(w)
-        if w not in graph.tables:
-            room[weight.dtype] = (left - weight.bytes, bucket)
+        if w not in tables:
+            room[dtype] = (left - nbytes, bucket)
     return tuple(map(tuple, buckets))
 
 

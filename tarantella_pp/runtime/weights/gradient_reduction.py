@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.partition.plan.gradient_buckets import fusion_threshold_of
+from tarantella_pp.partition.plan.gradient_buckets import Buckets, fusion_threshold_of, packed
 from tarantella_pp.runtime.comm.buffers import ALIGNMENT, empty
 from tarantella_pp.runtime.comm.collectives import CollectiveRequest, Steps, dtype_on_wire, finished
 from tarantella_pp.runtime.comm.communicator import Communicator
@@ -233,21 +233,10 @@ class GradientReduction:
         return alike and len({*each[0]}) == each[0].size
 
 
-def in_buckets(
-    variables: Sequence[Any], fusion_threshold: int | float | str | None
-) -> list[list[int]]:
+def in_buckets(variables: Sequence[Any], fusion_threshold: int | float | str | None) -> Buckets:
     """Packs variables whose gradients come together, the last layers' first."""
-    most = fusion_threshold_of(fusion_threshold)
-    buckets: list[list[int]] = []
-    room = 0
-    for i in reversed(range(len(variables))):
-        nbytes = variable_bytes(variables[i])
-        if nbytes > room:
-            room = most
-            buckets.append([])
-        buckets[-1].append(i)
-        room -= nbytes
-    return buckets
+    facts = [(i, variable_dtype(v).name, variable_bytes(v)) for i, v in enumerate(variables)]
+    return packed(reversed(facts), fusion_threshold_of(fusion_threshold))
 
 
 def kind_of(gradient: Gradient) -> int:

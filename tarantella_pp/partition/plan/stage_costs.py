@@ -21,7 +21,6 @@ from tarantella_pp.partition.plan.hardware_spec import (
     BOTH_GRADIENTS,
     HardwareSpec,
     NodeWork,
-    node_work,
     roofline_seconds,
 )
 from tarantella_pp.partition.plan.plan import Plan
@@ -43,8 +42,7 @@ class StageCostModel:
     # not counted
     outputs: OutputUse | None = None
     machine: HardwareSpec | None = None  # what computes; `None` where arithmetic alone counts
-    # What each node does; `None` to have that counted when it is asked for
-    work: Sequence[NodeWork] | None = None
+    work: Sequence[NodeWork] = ()  # what each node does, of which FLOPs are counted
     in_flight: Sequence[int] = ()  # most micro-batches that each stage holds at a time
     # For how many micro-batches each stage holds what its B made for its W, or what it made again;
     # not counted if empty
@@ -80,16 +78,12 @@ class StageCostModel:
         """Bytes in which each variable travels between replicas, where another trains it or not."""
         return [peak_memory.reduction_bytes(self.graph, self.config, one) for one in (0.0, 1.0)]
 
-    @cached_property
-    def _work(self) -> Sequence[NodeWork]:
-        return node_work(self.graph) if self.work is None else self.work
-
     def flops(self) -> npt.NDArray[np.float64]:
         """Returns the FLOPs of each node, per sample, with traffic, less what nobody needs."""
         if self.machine is None or self.machine.memory_bandwidth is None:
-            passes = np.array([1 + sum(one.gradients) for one in self._work])
+            passes = np.array([1 + sum(one.gradients) for one in self.work])
             return passes / (1 + BOTH_GRADIENTS) * [node.flops for node in self.graph.nodes]
-        both = np.array(roofline_seconds(self._work, self.rows, self.machine)).sum(axis=1)
+        both = np.array(roofline_seconds(self.work, self.rows, self.machine)).sum(axis=1)
         counted = both / (1 + BOTH_GRADIENTS) * (self.machine.flops_per_second / self.rows)
         return np.asarray(counted)
 

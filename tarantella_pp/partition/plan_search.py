@@ -116,10 +116,6 @@ class PlanSearch:
         """Whether one solution takes long enough to be content with few."""
         return self.given.balance != GIVEN and self.planner.effort > SLOW
 
-    def of_count(self, count: int, **changes: Any) -> list[Timed]:
-        """Returns the plans for a number of micro-batches, if any keeps the limit."""
-        return [self.timed(plan) for plan in self._try(num_micro_batches=count, **changes)]
-
     def within_limit(self, candidate: Candidate, deadline: float) -> list[Timed]:
         """Makes plans of a candidate within the limit; stages recompute little, if any."""
         if (size := self.rank_limit) is not None:
@@ -136,14 +132,14 @@ class PlanSearch:
         options = self.options(num_micro_batches=count)
         if options.limits and self.planner.least_memory(options) > max(options.limits):
             return []
-        found = self.of_count(count)
+        found = [self.timed(plan) for plan in self._try(num_micro_batches=count)]
         # No stages are faster under a limit than without, whatever they recompute.
         if found and (1 - WORTHWHILE) * found[0][0] <= candidate.timed[0]:
             return found
         for worth in self._worths:
             if time.thread_time() > deadline or (found and self._is_slow):
                 break
-            found += self.of_count(count, worth=worth)
+            found += [self.timed(plan) for plan in self._try(num_micro_batches=count, worth=worth)]
         return found
 
     def smallest_memory_plan(self) -> Plan:

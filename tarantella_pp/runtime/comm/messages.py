@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,10 +90,9 @@ class RecvRequest:
     specs: Sequence[TensorSpec]
     into: Sequence[NDArray[Any]] | None
     number: int  # of messages with this tag that were expected from it before
-    nbytes: int = 0
     _arrays: list[NDArray[Any]] = field(default_factory=list)
-    _parts: list[tuple[Bytes, Any]] = field(default_factory=list)  # pieces, each with its request
-    _next: int = 0
+    # Pieces that are not here yet, each with its request
+    _parts: deque[tuple[Bytes, Any]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         for i, spec in enumerate(self.specs):
@@ -102,17 +101,16 @@ class RecvRequest:
                 request = self.channel.comm.Irecv((piece, self.channel.byte), self.source, self.tag)
                 self._parts.append((piece, request))
             self._arrays.append(memory.view(np.dtype(spec.dtype)).reshape(spec.shape))
-            self.nbytes += memory.nbytes
 
     @property
     def is_here(self) -> bool:
         """Whether the whole message was here when it was last looked for."""
-        return self._next == len(self._parts)
+        return not self._parts
 
     def ready(self) -> bool:
         """Whether the whole message is here; never waits."""
-        while self._next < len(self._parts):
-            memory, request = self._parts[self._next]
+        while self._parts:
+            memory, request = self._parts[0]
             try:
                 if not request.Test(self.channel.status):
                     return False
@@ -121,8 +119,8 @@ class RecvRequest:
             got = int(self.channel.status.Get_count(self.channel.byte))
             if got != memory.size:
                 raise self._mismatch(f"{got} bytes where {memory.size} were expected")
-            self._next += 1
-            if self._next == len(self._parts):
+            self._parts.popleft()
+            if not self._parts:
                 self.channel.received(self)
         return True
 
@@ -139,10 +137,10 @@ class RecvRequest:
         )
 
     def _mismatch(self, got: str) -> CommunicationError:
-        expected = " ".join(map(str, self.specs)) or "no tensors"
+        expected, nbytes = " ".join(map(str, self.specs)), sum(spec.nbytes for spec in self.specs)
         own = self.channel.world_ranks[self.channel.rank]
         return CommunicationError(
-            f"Rank {own} expects {self} to hold {expected} ({self.nbytes} bytes), "
+            f"Rank {own} expects {self} to hold {expected} ({nbytes} bytes), "
             f"but rank {self.world_rank} sent {got}."
         )
 

@@ -8,7 +8,7 @@ from tarantella_pp.errors import ConfigurationError
 from tests.helpers import training
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import distance, sgd, use_float64
+from tests.helpers.training import begun, distance, sgd, use_float64
 from tests.zoo.models import perceptron
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
@@ -44,9 +44,7 @@ class Does(keras.callbacks.Callback):
 
 
 def reported(*callbacks, wrap=None):
-    keras.utils.set_random_seed(1)
-    model = wrap(perceptron()) if wrap else perceptron()
-    model.compile(sgd(), "mse", metrics=["mae"], run_eagerly=wrap is None)
+    model = begun(perceptron, wrap, sgd(), "mse", metrics=["mae"])
     model.fit(X, Y, epochs=2, validation_data=(X[:8], Y[:8]), callbacks=callbacks, **QUIET)
     return model
 

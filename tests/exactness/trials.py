@@ -19,7 +19,7 @@ from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tests.exactness import expected
 from tests.exactness.expected import BY_MICRO_BATCH, CRASHED, EXACT, REFUSED, Verdict
 from tests.helpers.draws import more_asked_for
-from tests.helpers.training import BITS, ROUNDING, Case, distance, lists_of
+from tests.helpers.training import BITS, ROUNDING, Case, compiled, distance, lists_of
 
 STAGES, MICRO_BATCHES = 2, 4
 EVENLY, UNEVENLY = 8, 7
@@ -161,9 +161,7 @@ class Judge:
 
         def make() -> keras.Model:
             keras.utils.set_random_seed(1)
-            model = self._pipeline(trial, stages, micro_batches)
-            model.compile(**trial.case.compiled())
-            return model
+            return compiled(self._pipeline(trial, stages, micro_batches), **trial.case.compiled())
 
         if micro_batches > 1 and trial.in_parts is not None:
             trial = replace(trial, run=trial.in_parts)
@@ -197,9 +195,8 @@ def _plain(trial: Trial) -> Attempt:
 
     def make() -> keras.Model:
         keras.utils.set_random_seed(1)
-        model = trial.case.build()
-        model.compile(**trial.case.compiled(), run_eagerly=trial.eagerly)
-        return model
+        given = trial.case.compiled()
+        return compiled(trial.case.build(), **given, run_eagerly=trial.eagerly)
 
     return _tried(make, trial)
 

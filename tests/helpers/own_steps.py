@@ -5,6 +5,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
+from tests.helpers.training import begun
+
 RNG = np.random.default_rng(7)
 X, Y = RNG.normal(size=(23, 6)), RNG.normal(size=(23, 3))
 IDS = RNG.integers(0, 5, size=(23, 4)).astype("int32")
@@ -180,14 +182,9 @@ CASES = {
 
 
 def numbers_of(case, wrap=None, seed=3):
-    """What training a case gives: even batches, uneven ones, and some smaller than the ranks.
-
-    Without `wrap` that of plain Keras, with eager steps: the same numbers, sooner.
-    """
+    """What training a case gives: even batches, uneven ones, and some smaller than the ranks."""
     build, optimizers, x = CASES[case]
-    keras.utils.set_random_seed(seed)
-    model = wrap(build()) if wrap else build()
-    model.compile(*optimizers(), run_eagerly=wrap is None)
+    model = begun(build, wrap, *optimizers(), seed=seed)
     quiet = {"shuffle": False, "verbose": 0}
     found = {"fit": model.fit(x, Y, batch_size=8, epochs=2, **quiet).history}
     batches = tf.data.Dataset.from_tensor_slices((x[:7], Y[:7])).batch(2)

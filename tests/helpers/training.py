@@ -180,6 +180,19 @@ def lists_of(values: Any) -> Any:
     return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), values)
 
 
+def compiled(model: keras.Model, *given: Any, **options: Any) -> keras.Model:
+    """The same model, which has been compiled."""
+    model.compile(*given, **options)
+    return model
+
+
+def begun(build: Any, wrap: Any, *given: Any, seed: int = 1, **options: Any) -> keras.Model:
+    """A new model, compiled: wrapped, or plain with eager steps, the same numbers sooner."""
+    keras.utils.set_random_seed(seed)
+    model = wrap(build()) if wrap else build()
+    return compiled(model, *given, run_eagerly=wrap is None, **options)
+
+
 Outcome = dict[str, Any]
 """What training leaves behind, as JSON can hold it: every number and every bit of it."""
 
@@ -189,15 +202,12 @@ def make(case: Case, **options: Any) -> keras.Model:
     keras.utils.set_random_seed(1)
     model = case.build()
     if options:
-        model = PipelineModel(model, **options)
-        model.compile(**case.compiled())
-    else:
-        # Eager steps give the same numbers, and these models would be traced longer than run.
-        # But the logs of single outputs of Keras depend on it where the last batch is short.
-        several = isinstance(case.y, (list, dict))
-        short = several and len(keras.tree.flatten(case.x)[0]) % case.batch
-        model.compile(**case.compiled(), run_eagerly=not short, jit_compile=False)
-    return model
+        return compiled(PipelineModel(model, **options), **case.compiled())
+    # Eager steps give the same numbers, and these models would be traced longer than run.
+    # But the logs of single outputs of Keras depend on it where the last batch is short.
+    several = isinstance(case.y, (list, dict))
+    short = several and len(keras.tree.flatten(case.x)[0]) % case.batch
+    return compiled(model, **case.compiled(), run_eagerly=not short, jit_compile=False)
 
 
 def fitted(model: keras.Model, case: Case, epochs: int = EPOCHS) -> Outcome:

@@ -9,7 +9,7 @@ from tarantella_pp.errors import ConfigurationError, TarantellaError
 from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers import training
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import X, Y, adamw, distance, refused
+from tests.helpers.training import X, Y, adamw, compiled, distance, refused
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
@@ -59,9 +59,7 @@ def residual(wrap):
     keras.utils.set_random_seed(2)
     model = Residual()
     model({"a": X[:1]})  # both ways draw the same weights
-    model = wrap(model)
-    model.compile(adamw(), {"p": "mse", "q": "mae"}, metrics={"p": ["mae"]})
-    return model
+    return compiled(wrap(model), adamw(), {"p": "mse", "q": "mae"}, metrics={"p": ["mae"]})
 
 
 def numbers_of(model):

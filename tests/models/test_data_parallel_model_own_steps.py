@@ -15,7 +15,7 @@ from tests.face.files.test_checkpoints import At, stop
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
 from tests.helpers.own_steps import CASES, Regression, X, Y, numbers_of
-from tests.helpers.training import distance, use_float64
+from tests.helpers.training import begun, distance, use_float64
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -97,9 +97,7 @@ class Branches(Regression):
 
 
 def branching(wrap=None):
-    keras.utils.set_random_seed(5)
-    model = wrap(Branches()) if wrap else Branches()
-    model.compile(keras.optimizers.SGD(0.01), run_eagerly=wrap is None)
+    model = begun(Branches, wrap, keras.optimizers.SGD(0.01), seed=5)
     looks = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: model.get_weights())
     callbacks = [tnt.callbacks.OnOneRank(looks)]
     model.fit(X[:16], Y[:16], 8, 3, shuffle=False, verbose=0, callbacks=callbacks)
@@ -107,9 +105,7 @@ def branching(wrap=None):
 
 
 def normalized(wrap=None):
-    keras.utils.set_random_seed(4)
-    model = wrap(Normalized()) if wrap else Normalized()
-    model.compile(keras.optimizers.SGD(0.01), run_eagerly=wrap is None)
+    model = begun(Normalized, wrap, keras.optimizers.SGD(0.01), seed=4)
     model.fit(pair=(X, Y), batch_size=8, shuffle=False, verbose=0)
     averages = [model.norm.moving_mean, model.norm.moving_variance, model.averaged]
     return [np.array(v).tolist() for v in averages], model
@@ -117,10 +113,8 @@ def normalized(wrap=None):
 
 def adversaries(*callbacks, wrap=None):
     """The steps of a `fit` of uneven batches; what it and one more, without callbacks, give."""
-    keras.utils.set_random_seed(3)
-    build, compiled_with, x = CASES["adversaries"]
-    model = wrap(build()) if wrap else build()
-    model.compile(*compiled_with(), run_eagerly=wrap is None)
+    build, optimizers, x = CASES["adversaries"]
+    model = begun(build, wrap, *optimizers(), seed=3)
     steps = []
     count = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: steps.append(batch)

@@ -10,6 +10,7 @@ from keras import layers
 import tarantella_pp as tnt
 from tarantella_pp.models.deferred_init import only_shapes
 from tests.helpers.commands import Command
+from tests.helpers.training import compiled
 from tests.zoo import models
 
 pytestmark = pytest.mark.keras
@@ -21,9 +22,7 @@ def huge():
     """A model of 64 GB that is compiled, has a deep chain and values of its own."""
     start = layers.Normalization(mean=np.zeros(WIDTH), variance=np.ones(WIDTH))
     dense, more = [layers.Dense(WIDTH) for _ in range(10)], [layers.ReLU() for _ in range(1100)]
-    model = models.chain((WIDTH,), start, *dense, *more)
-    model.compile("sgd", "mse")
-    return model
+    return compiled(models.chain((WIDTH,), start, *dense, *more), "sgd", "mse")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import tensorflow as tf
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import distance, use_float64
+from tests.helpers.training import compiled, distance, use_float64
 from tests.zoo.tasks import TEXTS, Scaled, Task
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
@@ -21,8 +21,7 @@ def pipeline(task):
 def numbers_of(wrap):
     """All that a task gives, also by itself afterwards, and the model that was trained."""
     keras.utils.set_random_seed(1)
-    task = Task()
-    task.compile(sampler="random")
+    task = compiled(Task(), sampler="random")
     model = wrap(task)
     assert model.sampler == "random"  # what it was compiled with stays
     sgd = keras.optimizers.SGD(0.3, momentum=0.9)

@@ -13,7 +13,7 @@ from keras import layers, losses
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.batch_step import BatchStep
-from tests.helpers.training import distance, sgd
+from tests.helpers.training import compiled, distance, sgd
 from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
@@ -98,8 +98,7 @@ def test_losses_that_couple_samples_say_what_that_costs(own_loss):
         PipelineModel(segmentation(), 2, num_micro_batches=3).compile(sgd(), own_loss)
     one = PipelineModel(segmentation(), 2, num_micro_batches=1, schedule="1f1b")  # as good as any
     one.compile(sgd(), own_loss)
-    plain = segmentation()
-    plain.compile(sgd(), own_loss, run_eagerly=True)
+    plain = compiled(segmentation(), sgd(), own_loss, run_eagerly=True)
     assert distance(trained(plain, PARTS, None), trained(one, PARTS, None)) < 1e-13
 
 

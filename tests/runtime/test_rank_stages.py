@@ -12,7 +12,7 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import distance, sgd, use_float64
+from tests.helpers.training import compiled, distance, sgd, use_float64
 
 pytestmark = pytest.mark.keras
 
@@ -45,8 +45,7 @@ def model_of(early=None, late=None):
 
 def piped(model):
     made = PipelineModel(model, num_stages=4, num_micro_batches=3, schedule="1f1b")
-    made.compile(sgd(), "mse", metrics=["mae"])
-    return made
+    return compiled(made, sgd(), "mse", metrics=["mae"])
 
 
 def outcome(model):

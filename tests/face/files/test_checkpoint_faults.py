@@ -17,7 +17,7 @@ from tarantella_pp.errors import ConfigurationError, FileError, FormatError
 from tarantella_pp.launch import guard
 from tests.face.files.test_checkpoints import At, joined
 from tests.helpers.files import contents, full_disk
-from tests.helpers.training import compiled_once, floats
+from tests.helpers.training import compiled, compiled_once, floats
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
 
@@ -31,8 +31,7 @@ def model(units=8, activation="tanh", rate=0.1, loss="mse", frozen=False):
     plain = keras.Sequential(stack)
     plain.layers[0].trainable = not frozen
     wrapped = tnt.PipelineModel(plain, num_stages=1, num_micro_batches=1)
-    wrapped.compile(keras.optimizers.Adam(rate), loss)
-    return wrapped
+    return compiled(wrapped, keras.optimizers.Adam(rate), loss)
 
 
 def fit(directory, given=None, epochs=3, x=X, **options):
@@ -257,8 +256,7 @@ def test_what_cannot_work_is_refused(tmp_path):
     both = [make(tmp_path / "a"), make(tmp_path / "b")]
     with pytest.raises(ConfigurationError, match="from one directory"):
         model().fit(X, Y, callbacks=both, verbose=0)
-    plain = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
-    plain.compile("sgd", "mse")
+    plain = compiled(keras.Sequential([keras.Input((6,)), layers.Dense(3)]), "sgd", "mse")
     with pytest.raises(ConfigurationError, match="Wrap it"):
         plain.fit(X, Y, callbacks=[make(tmp_path / "a")], verbose=0)
     assert not list(tmp_path.iterdir())

@@ -10,6 +10,7 @@ from keras import layers
 import tarantella_pp as tnt
 from tarantella_pp.errors import StaleWeightError
 from tarantella_pp.runtime.comm.communicator import world
+from tests.helpers import training
 from tests.helpers.files import error_of, held_bytes
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import BITS, IDS, X, Y, distance, integers, logits, use_float64
@@ -44,8 +45,7 @@ def trained(name, wrap):
     """A model, its losses and its weights."""
     build, x, y, loss = CASES[name]
     keras.utils.set_random_seed(1)
-    model = wrap(build)
-    model.compile(keras.optimizers.AdamW(1e-2, use_ema=True), loss())
+    model = training.compiled(wrap(build), keras.optimizers.AdamW(1e-2, use_ema=True), loss())
     held = held_bytes(model)
     losses = model.fit(x[:ROWS], y[:ROWS], **QUIET).history["loss"]
     assert held_bytes(model) == held
@@ -75,8 +75,7 @@ def everything(folder):
     model.save_weights(f"{folder}/model.weights.h5")
     shares.append(held_bytes(model))
     expected = [w.tolist() for w in model.get_weights()]
-    again = piped(all_kinds)
-    again.compile("adam", "mse")
+    again = training.compiled(piped(all_kinds), "adam", "mse")
     again.load_weights(f"{folder}/model.weights.h5")
     shares.append(held_bytes(again))
     found["loaded"] = expected == [w.tolist() for w in again.get_weights()]
@@ -97,8 +96,7 @@ def tuned(path):
         if path is not None:
             model.load_weights(path)
         model.layers[0].enable_lora(2)
-        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-        return model
+        return training.compiled(model, keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
 
     return build
 

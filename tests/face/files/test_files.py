@@ -14,7 +14,7 @@ import tarantella_pp as tnt
 from tarantella_pp import files
 from tarantella_pp.errors import ConfigurationError, FileError
 from tests.helpers.files import contents, full_disk
-from tests.helpers.training import X, Y
+from tests.helpers.training import X, Y, compiled
 from tests.zoo.models import sequential, two_in_two_out
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
@@ -115,8 +115,7 @@ def test_an_architecture_is_that_of_the_plain_model(build):
 
 def test_plain_keras_reads_the_optimizer_where_it_is_in_the_file(tmp_path, trained):
     trained.save_weights(tmp_path / "a.weights.h5")
-    stock = sequential()
-    stock.compile("adam", "mse", metrics=["mae"])
+    stock = compiled(sequential(), "adam", "mse", metrics=["mae"])
     stock.optimizer.build(stock.trainable_variables)
     stock.load_weights(tmp_path / "a.weights.h5")
     assert same(stock.get_weights(), trained.get_weights())

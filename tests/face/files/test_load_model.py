@@ -16,7 +16,7 @@ from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tests.helpers import training
 from tests.helpers.files import error_of, held_bytes
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import ROUNDING, distance, state_of, use_float64
+from tests.helpers.training import ROUNDING, compiled, distance, state_of, use_float64
 from tests.zoo.models import FromArray, mlp, sequential
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
@@ -146,8 +146,7 @@ def test_what_cannot_be_cut_is_data_parallel(tmp_path):
 
 
 def test_models_of_configurations_have_the_weights_of_keras():
-    plain = sequential()
-    plain.compile("adam", "mse")
+    plain = compiled(sequential(), "adam", "mse")
     described = keras.saving.serialize_keras_object(plain)
     ways = {
         "config": (keras.Sequential.from_config, tnt.models.model_from_config, plain.get_config()),
@@ -216,8 +215,7 @@ def load_everywhere(folder):
 def save_in_other_ways(folder, model):
     """From Keras' old format, and before there are slots; the rest is left to one process."""
     assert "in one process" in error_of(lambda: copy.deepcopy(model))
-    new = tnt.PipelineModel(small(), num_stages=2, num_micro_batches=2)
-    new.compile("adam", "mse")
+    new = compiled(tnt.PipelineModel(small(), num_stages=2, num_micro_batches=2), "adam", "mse")
     new.load_weights(folder / "legacy.h5")
     legacy = keras.models.load_model(folder / "legacy.h5", compile=False)
     assert distance(new.get_weights(), legacy.get_weights()) == 0
@@ -305,8 +303,7 @@ def own_loss(y, p):
 def files(folder):
     """What is read by `refusals`."""
     small(Unregistered()).save(folder / "unregistered.keras")
-    plain = small()
-    plain.compile("adam", own_loss)
+    plain = compiled(small(), "adam", own_loss)
     plain.save(folder / "loss.keras")
     plain.save(folder / "legacy.h5")
     gone_on(plain, X)

@@ -12,7 +12,7 @@ from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers import training
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import ROUNDING, distance, integers, use_float64
+from tests.helpers.training import ROUNDING, compiled, distance, integers, use_float64
 from tests.zoo.models import mlp, tied_head
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.usefixtures("untried")]
@@ -59,8 +59,7 @@ def read_everything(folder):
     use_float64()
     keras.utils.set_random_seed(1)
     plain = mlp()
-    model = PipelineModel(plain, num_stages=2, num_micro_batches=2)
-    model.compile("adam", "mse")
+    model = compiled(PipelineModel(plain, num_stages=2, num_micro_batches=2), "adam", "mse")
     plain.predict(X, verbose=0)  # traced before the weights leave
     other, own = (plain.layers[1:3], plain.layers[3:])[:: 1 if world().rank else -1]
     reads = {

@@ -80,8 +80,7 @@ def data_of(name):
 
 def compiled_as(name, model):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True) if name == TIED else "mse"
-    model.compile(OPTIMIZERS[name](), loss)
-    return model
+    return training.compiled(model, OPTIMIZERS[name](), loss)
 
 
 def built(name):

@@ -100,8 +100,7 @@ def test_float16_as_in_keras():
     case = training.evenly(Case(mlp, *data, regression(optimizer=lambda: SGD(0.05, momentum=0.9))))
     with in_precision("float32", "mixed_float16"):
         keras.utils.set_random_seed(1)
-        plain = mlp()
-        plain.compile(**case.compiled())
+        plain = training.compiled(mlp(), **case.compiled())
         outcome = fitted(plain, case)
         for micro_batches, limit in ((1, 1e-6), (2, 1e-2)):
             model = make(case, num_stages=2, num_micro_batches=micro_batches)

@@ -12,7 +12,7 @@ from tarantella_pp.errors import PlanError
 from tarantella_pp.runtime.stage.stage import Stage
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import distance
+from tests.helpers.training import compiled, distance
 from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
@@ -32,8 +32,7 @@ def pipeline(metrics=None, loss=None, batch_size=ROWS, **options):
     keras.utils.set_random_seed(1)
     model = tnt.PipelineModel(language_model(), 2, 8, batch_size=batch_size, **options)
     loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("sgd", loss, metrics=metrics)
-    return model
+    return compiled(model, "sgd", loss, metrics=metrics)
 
 
 def last_stage(model):
@@ -156,8 +155,7 @@ def test_stages_hold_at_the_most_what_the_plan_says(schedule, recompute, monkeyp
     model = chain((16,), *hidden, layers.Dense(1))
     options = {"batch_size": 32, "schedule": schedule, "balance": "flops"}
     whole = tnt.PipelineModel(model, 2, 4, **options)
-    wrapped = tnt.PipelineModel(model, 2, 4, **options, recompute=recompute)
-    wrapped.compile("sgd", "mse")
+    wrapped = compiled(tnt.PipelineModel(model, 2, 4, **options, recompute=recompute), "sgd", "mse")
     monkeypatch.setattr(Stage, "forward", noted_forward)
     monkeypatch.setattr(Stage, "backward", noted_backward)
     wrapped.fit(np.ones((32, 16)), np.ones((32, 1)), batch_size=32, verbose=0)

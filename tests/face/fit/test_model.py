@@ -10,7 +10,7 @@ from keras import layers, ops
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tests.helpers.training import SAMPLES, X, Y, distance
+from tests.helpers.training import SAMPLES, X, Y, compiled, distance
 from tests.zoo.models import Table, mlp, nested, sequential
 
 pytestmark = pytest.mark.keras
@@ -20,8 +20,7 @@ CUT = {"num_stages": 2, "num_micro_batches": 3}
 
 def test_an_optimizer_is_made_once_and_nothing_trained_without_one():
     keras.backend.clear_session()
-    model = PipelineModel(mlp(), **CUT)
-    model.compile("adam", "mse")
+    model = compiled(PipelineModel(mlp(), **CUT), "adam", "mse")
     assert model.optimizer.name == "adam"
     model.compile({"class_name": "sgd", "config": {"learning_rate": 0.5}}, "mse")
     assert model.optimizer.name == "sgd"
@@ -73,8 +72,7 @@ def test_strategies_of_tensorflow_are_refused():
             PipelineModel(inside, **CUT)
     with pytest.raises(ConfigurationError, match="MirroredStrategy"):
         PipelineModel(inside, **CUT)
-    model = PipelineModel(mlp(), **CUT)
-    model.compile("sgd", "mse")
+    model = compiled(PipelineModel(mlp(), **CUT), "sgd", "mse")
     with strategy.scope(), pytest.raises(ConfigurationError, match="MirroredStrategy"):
         model.fit(X, Y, verbose=0)
     assert model.fit(X[:8], Y[:8], verbose=0).history
@@ -83,8 +81,7 @@ def test_strategies_of_tensorflow_are_refused():
 def test_data_without_a_dense_row_for_each_sample_is_refused():
     inputs = keras.Input((None,))
     model = keras.Model(inputs, layers.Dense(1)(ops.mean(inputs, axis=1, keepdims=True)))
-    model = PipelineModel(model, **CUT)
-    model.compile("sgd", "mse")
+    model = compiled(PipelineModel(model, **CUT), "sgd", "mse")
     ragged = tf.ragged.constant([[1.0], [2.0, 3.0]] * (SAMPLES // 2), dtype="float64")
     with pytest.raises(UnsupportedModelError, match="an input that is a RaggedTensor"):
         model.fit(ragged, Y[:, :1], verbose=0)

@@ -9,7 +9,7 @@ from keras import layers
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, PlanError, ScheduleError, UnsupportedModelError
-from tests.helpers.training import squared_of_largest
+from tests.helpers.training import compiled, squared_of_largest
 from tests.zoo.models import mlp, residual_cnn, two_in_two_out, unreached
 
 pytestmark = pytest.mark.keras
@@ -75,8 +75,7 @@ def test_a_compilation_that_is_refused_changes_nothing():
             model.compile("adam", *given, **named)
     assert model.optimizer is before
     assert model.loss == "mse"
-    plain = mlp()
-    plain.compile("sgd", squared_of_largest)
+    plain = compiled(mlp(), "sgd", squared_of_largest)
     with pytest.raises(ConfigurationError, match="squared_of_largest"):
         tnt.PipelineModel(plain, num_stages=2, num_micro_batches=2, schedule="1f1b")
 
@@ -138,8 +137,7 @@ def test_batch_statistics_are_warned_of():
         tnt.PipelineModel(model, num_stages=2, num_micro_batches=2).compile("sgd", "mse")
     thawed = cnn()
     thawed.trainable = False
-    model = tnt.PipelineModel(thawed, num_stages=2, num_micro_batches=2)
-    model.compile("sgd", "mse")
+    model = compiled(tnt.PipelineModel(thawed, num_stages=2, num_micro_batches=2), "sgd", "mse")
     model.trainable = True
     with pytest.warns(UserWarning, match="take their statistics of each"):
         model.compile("sgd", "mse")
@@ -153,8 +151,7 @@ def test_export_and_formats(model, tmp_path):
 
 
 def test_outputs_without_a_loss_models_without_gradients_and_data_without_targets(model):
-    unused = tnt.PipelineModel(unreached(), num_stages=2)
-    unused.compile("sgd", {"nothing": "mse"})
+    unused = compiled(tnt.PipelineModel(unreached(), num_stages=2), "sgd", {"nothing": "mse"})
     with pytest.raises(ValueError, match="nothing"):
         unused.fit(np.ones((4, 6)), {"used": np.ones((4, 3))}, verbose=0)
     rounds = tnt.PipelineModel(keras.Sequential([mlp(), layers.Lambda(keras.ops.round)]), 2)

@@ -16,7 +16,7 @@ from keras import layers, ops
 import tarantella_pp as tnt
 from tests.helpers.mpi import mpi_run
 from tests.helpers.own_steps import net
-from tests.helpers.training import ROUNDING, distance, floats, integers, use_float64
+from tests.helpers.training import ROUNDING, begun, distance, floats, integers, use_float64
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
@@ -287,14 +287,10 @@ class Halving(keras.callbacks.Callback):
 def trained(pattern: Pattern, wrap: Callable[[Any], Any] | None = None) -> Any:
     """What comes of a pattern: logs, weights and perhaps predictions."""
     use_float64()
-    keras.utils.set_random_seed(4)
-    model = pattern.build()
-    model = wrap(model) if wrap else model
     loss = pattern.loss() if callable(pattern.loss) else pattern.loss
-    # Eager steps give the same numbers, and these models would be traced longer than run.
     optimizer = keras.optimizers.Adam(1e-2) if pattern.own_step else keras.optimizers.SGD(0.05)
     metrics = list(pattern.metrics) or None
-    model.compile(optimizer, loss, metrics=metrics, run_eagerly=not wrap)
+    model = begun(pattern.build, wrap, optimizer, loss, seed=4, metrics=metrics)
     x, y = pattern.x, pattern.y
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
     if pattern.evaluated:

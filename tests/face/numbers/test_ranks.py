@@ -17,7 +17,7 @@ from tarantella_pp.schedule import V_SHAPED, Schedule
 from tests.helpers import training
 from tests.helpers.files import error_of
 from tests.helpers.mpi import PYTHONS, mpi_run
-from tests.helpers.training import CASES, ROUNDING, X, Y, distance, fitted, make, refused
+from tests.helpers.training import CASES, ROUNDING, X, Y, compiled, distance, fitted, make, refused
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
@@ -173,8 +173,7 @@ def set_free_late():
     whole = mlp()
     for layer in whole.layers[1:3]:
         layer.trainable = False
-    model = tnt.PipelineModel(whole, num_stages=2, num_micro_batches=3)
-    model.compile(**MLP.compiled())
+    model = compiled(tnt.PipelineModel(whole, num_stages=2, num_micro_batches=3), **MLP.compiled())
     for layer in whole.layers:
         layer.trainable = True
     return model

@@ -13,7 +13,7 @@ from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers import training
 from tests.helpers.files import error_of
 from tests.helpers.mpi import PYTHONS, mpi_run
-from tests.helpers.training import BATCH, CASES, ROUNDING, X, Y, adamw, distance, fitted
+from tests.helpers.training import BATCH, CASES, ROUNDING, X, Y, adamw, compiled, distance, fitted
 from tests.zoo.models import perceptron
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.usefixtures("untried")]
@@ -27,8 +27,8 @@ def begun(case, **options):
     keras.utils.set_random_seed(1)
     model = tnt.PipelineModel(case.build(), 2, **options) if options else case.build()
     averaging = keras.optimizers.Adam(0.01, global_clipnorm=0.05, use_ema=True, ema_momentum=0.7)
-    model.compile(**case.compiled() | {"optimizer": averaging}, run_eagerly=not options)
-    return model
+    how = case.compiled() | {"optimizer": averaging, "run_eagerly": not options}
+    return compiled(model, **how)
 
 
 def train_sharded(folder):
@@ -130,15 +130,13 @@ def constrained(num_stages=1, of=None, **options):
     weights = [weight for weight in model.trainable_variables if len(weight.shape) == 2]
     for weight in weights:
         weight.constraint = of or (lambda w: w * sum(map(keras.ops.mean, weights)))
-    model = tnt.PipelineModel(model, num_stages, **options)
-    model.compile(adamw(), "mse")
+    model = compiled(tnt.PipelineModel(model, num_stages, **options), adamw(), "mse")
     return error_of(lambda: model.train_on_batch(X, Y))
 
 
 def writing_on(rank, num_stages):
     """A pipeline, what has one rank write a weight, and a callback that does so."""
-    model = tnt.PipelineModel(perceptron(), num_stages=num_stages)
-    model.compile(adamw(), "mse")
+    model = compiled(tnt.PipelineModel(perceptron(), num_stages=num_stages), adamw(), "mse")
 
     def write(*_):
         if world().rank == rank:

@@ -11,7 +11,7 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.probes.compilation_probe import value_kinds
 from tarantella_pp.runtime.probes.parts import MEAN, ROWS, SUM
 from tarantella_pp.runtime.weights.optimizer_probe import check_division, treats_weights_apart
-from tests.helpers.training import distance, sgd
+from tests.helpers.training import compiled, distance, sgd
 from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
@@ -103,8 +103,7 @@ def test_so_they_are_behind_random_layers():
     found = []
     for function in (total, lambda x: 7 * ops.mean(ops.sum(0.01 * ops.square(x), -1))):
         model = model_of(layers.Dropout(0.4, seed=2), Adds(function))
-        piped = PipelineModel(model, 2, num_micro_batches=7)
-        piped.compile(sgd(), "mse")
+        piped = compiled(PipelineModel(model, 2, num_micro_batches=7), sgd(), "mse")
         found.append([piped.train_on_batch(X, Y), *piped.get_weights()])
     assert distance(*found) < 1e-10
 

@@ -1,12 +1,14 @@
 """Moving averages of batch normalizations: of the batch, as in one process."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tests.helpers.training import distance
+from tests.helpers.training import begun, distance
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -30,12 +32,12 @@ def averages(model):
     return [np.asarray(w) for w in model.non_trainable_variables if "moving" in w.path]
 
 
-def trained(rows, options, steps=3, **kinds):
-    keras.utils.set_random_seed(1)
-    model = normalized(**kinds)
-    if options:
-        model = PipelineModel(model, **options)
-    model.compile("sgd", "mse", run_eagerly=not options)
+def piped(model):
+    return PipelineModel(model, num_stages=2, num_micro_batches=4)
+
+
+def trained(rows, wrap, steps=3, build=normalized):
+    model = begun(build, wrap, "sgd", "mse")
     for _ in range(steps):
         model.train_on_batch(rows, np.ones((len(rows), 1)))
     return averages(model)
@@ -45,17 +47,14 @@ def trained(rows, options, steps=3, **kinds):
 def test_they_are_those_of_the_batch_where_a_layer_is_called_twice_with_masks():
     rows = ROWS.copy()
     rows[2, 1:] = rows[7] = 0.0
-    plain = trained(rows, None, shared_and_masked=True)
-    options = {"num_stages": 2, "num_micro_batches": 4}
-    # Keras adds epsilon to the number of values.
-    assert distance(plain, trained(rows, options, shared_and_masked=True)) < 1e-6
+    build = functools.partial(normalized, shared_and_masked=True)
+    found = [trained(rows, wrap, build=build) for wrap in (None, piped)]
+    assert distance(*found) < 1e-6  # Keras adds epsilon to the number of values
 
 
 @pytest.mark.slow
 def test_a_step_that_fails_leaves_nothing_of_its_batch():
-    keras.utils.set_random_seed(1)
-    model = PipelineModel(normalized(), num_stages=2, num_micro_batches=4)
-    model.compile("sgd", "mse")
+    model = begun(normalized, piped, "sgd", "mse")
     target = np.ones((len(ROWS), 1))
     model.train_on_batch(ROWS, target)
     before = averages(model)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import network_hosts
-from tests.helpers.jobs import PYTHONS, ROOT, Job, Result, slurm_allocation
+from tests.helpers.jobs import PYTHONS, ROOT, Job, Result, executable, slurm_allocation
 
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 LIMIT_SECONDS = 200.0
@@ -77,8 +77,7 @@ def run(
     (folder / "hosts").write_text(HOSTFILE)
     mine = {"python": f'{python} "$@"', "tarantella": f'{python} -m tarantella_pp "$@"'}
     for name, text in {**mine, **(programs or {})}.items():
-        (folder / "bin" / name).write_text(f"#!/bin/sh\nexec {text}\n")
-        (folder / "bin" / name).chmod(0o700)
+        executable(folder / "bin" / name, f"#!/bin/sh\nexec {text}\n")
     path = os.pathsep.join([str(folder / "bin"), environment.pop("PATH", os.environ["PATH"])])
     results = {}
     for command in (command for title in titles for command in COMMANDS[title]):

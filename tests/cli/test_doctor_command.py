@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tarantella_pp.cli.doctor_command import HostFacts, host_findings
 from tests.helpers import network_hosts
-from tests.helpers.jobs import PYTHONS, tarantella
+from tests.helpers.jobs import PYTHONS, executable, tarantella
 
 CORES = len(os.sched_getaffinity(0))
 IMPATIENT = """#!/bin/sh
@@ -59,8 +59,7 @@ def test_hosts_are_examined_and_named_where_they_are_not_reached(python, tmp_pat
         # What beta sends to alpha by itself is lost, without a word.
         lost = "ip neighbour replace 10.97.0.1 lladdr 02:00:00:00:00:99 dev eth0 nud permanent"
         hosts.hosts[1].run(*lost.split())
-        (impatient := tmp_path / "impatient").write_text(IMPATIENT.format(python))
-        impatient.chmod(0o700)
+        impatient = executable(tmp_path / "impatient", IMPATIENT.format(python))
         code, _, told = examined(hosts.tarantella(str(impatient), "doctor"))
         assert code == 1
         assert told[0].startswith("- Ranks on alpha, beta do not all reach each other")
@@ -85,9 +84,8 @@ def test_hosts_are_examined_and_named_where_they_are_not_reached(python, tmp_pat
     ],
 )
 def test_what_the_launcher_says_is_the_reason(command, monkeypatch, tmp_path, script, links, told):
-    shell = tmp_path / "launcher"
-    shell.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\n{script}\n')
-    shell.chmod(0o700)
+    text = f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\n{script}\n'
+    shell = executable(tmp_path / "launcher", text)
     monkeypatch.setattr(sys, "executable", str(shell))
     assert command("doctor") == 1
     assert command.stdout.endswith(f"- Two ranks on this host do not run: {told}.\n")

@@ -71,8 +71,6 @@ def test_descriptors_that_are_closed_are_none(python):
 def test_each_rank_takes_a_gpu(python, start, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
     given = ["-n", "2", "--output-on-all-devices"] if start is tarantella else [2]
-    with start(python, *given, "share.py") as job:
-        result = job.result()
-    assert result.code == 0, result.stderr
+    result = start(python, *given, "share.py").ends(0)
     for rank, gpu in enumerate(["5", "6"]):
         assert f"rank {rank} takes {gpu}, growth true, cores " in result.stdout

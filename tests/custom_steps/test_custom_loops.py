@@ -8,9 +8,10 @@ from keras import optimizers
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError
+from tests.helpers.files import refused
 from tests.helpers.mpi import mpi_run
 from tests.helpers.own_steps import Bounded
-from tests.helpers.training import refused, use_float64
+from tests.helpers.training import use_float64
 from tests.zoo.models import chain
 
 pytestmark = pytest.mark.keras

@@ -16,7 +16,7 @@ from tarantella_pp.runtime.comm.communicator import world
 from tests.exactness import expected
 from tests.exactness.trials import ROUNDING, Part, Trial, arguments_of, classes_in, steps, training
 from tests.helpers.draws import more_asked_for
-from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
+from tests.helpers.training import WEIGHTED, Case, floats, integers, sgd
 from tests.zoo.models import AddsLoss
 
 NOT_TRIED = {
@@ -218,7 +218,6 @@ USUALLY = ("RandomBrightness", "RandomCrop")
 GRU and SimpleRNN run the cells."""
 
 Y = floats(2, seed=5)
-WEIGHTS = {"sample_weight": np.random.default_rng(4).uniform(0.2, 2, size=SAMPLES)}
 
 
 def parts() -> list[Part]:
@@ -237,7 +236,7 @@ def trial(parts: Sequence[Part]) -> Trial:
     middles = [way[found[i % ranks.size][i // ranks.size]] for i, way in enumerate(ways)]
     data = [source.data() for source in sources_of(middles)]
     build = functools.partial(model_of, middles)
-    case = Case(build, data, Y, lambda: {"optimizer": sgd(), "loss": "mse"}, WEIGHTS)
+    case = Case(build, data, Y, lambda: {"optimizer": sgd(), "loss": "mse"}, WEIGHTED)
     limit = ROUNDING if middles[0].policy == "float64" else 1e-5
     random = expected.outcome("layers", parts[0].name) == expected.BY_MICRO_BATCH
     return Trial(case, steps if random else training, limit, not random, in_parts=training)

@@ -10,7 +10,7 @@ from keras import layers, metrics, ops
 
 from tests.exactness import trials
 from tests.exactness.trials import ROUNDING, Part, Trial, arguments_of, classes_in, steps
-from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
+from tests.helpers.training import SAMPLES, WEIGHTED, Case, floats, integers, sgd
 from tests.zoo.models import chain
 
 NOT_TRIED = {"Metric": "the base class of all metrics"}
@@ -23,7 +23,6 @@ LABELS = integers(CLASSES, seed=1)
 ONE_HOT = np.eye(CLASSES)[LABELS]
 BINARY = integers(2, 1, seed=2)
 POSITIVE = np.random.default_rng(3).uniform(0.2, 2, size=(SAMPLES, CLASSES))
-WEIGHTS = {"sample_weight": np.random.default_rng(4).uniform(0.2, 2, size=SAMPLES)}
 
 # What metrics cannot do without, by the name of the argument.
 ARGUMENTS: dict[str, Callable[[], Any]] = {
@@ -125,4 +124,4 @@ def trial(parts: Sequence[Part]) -> Trial:
     build = functools.partial(model_of, *MODELS[model], watched=makers if inside else ())
     limit = 1e-5 if model == "narrow" else ROUNDING
     run = functools.partial(steps, rows=trials.UNEVENLY if inside else trials.EVENLY)
-    return Trial(Case(build, X, TARGETS[targets], compiled, WEIGHTS), run, limit=limit)
+    return Trial(Case(build, X, TARGETS[targets], compiled, WEIGHTED), run, limit=limit)

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 from keras import layers, optimizers
 
 from tests.exactness.trials import Part, Trial, arguments_of, classes_in, training
-from tests.helpers.training import SAMPLES, Case, integers
+from tests.helpers.training import WEIGHTED, Case, from_logits, integers
 from tests.zoo.models import chain
 
 NOT_TRIED = {
@@ -44,7 +43,6 @@ OPTIONS: dict[str, Callable[[], optimizers.Optimizer]] = {
 
 IDS = integers(6, 4, seed=1)
 LABELS = integers(3, seed=2)
-WEIGHTS = {"sample_weight": np.random.default_rng(4).uniform(0.2, 2, size=SAMPLES)}
 
 
 def build() -> keras.Model:
@@ -85,8 +83,7 @@ def trial(parts: Sequence[Part]) -> Trial:
     (part,) = parts
 
     def compiled() -> dict[str, Any]:
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        return {"optimizer": part.value(), "loss": loss}
+        return {"optimizer": part.value(), "loss": from_logits()}
 
-    case = Case(build, IDS, LABELS, compiled, WEIGHTS)
+    case = Case(build, IDS, LABELS, compiled, WEIGHTED)
     return Trial(case, training)

@@ -1,5 +1,6 @@
 """Trains models as pipelines and in plain Keras, and says how far apart they end."""
 
+import functools
 import hashlib
 import inspect
 import json
@@ -158,14 +159,10 @@ class Judge:
         return replace(attempt, message=messages[0])
 
     def _piped(self, trial: Trial, stages: int, micro_batches: int) -> Attempt:
-
-        def make() -> keras.Model:
-            keras.utils.set_random_seed(1)
-            return compiled(self._pipeline(trial, stages, micro_batches), **trial.case.compiled())
-
+        build = functools.partial(self._pipeline, trial, stages, micro_batches)
         if micro_batches > 1 and trial.in_parts is not None:
             trial = replace(trial, run=trial.in_parts)
-        return _tried(make, trial)
+        return _tried(build, trial)
 
     def _pipeline(self, trial: Trial, stages: int, micro_batches: int) -> PipelineModel:
         """Makes a pipeline, or takes the last one of the same model, whose stages are compiled."""
@@ -192,19 +189,14 @@ class Judge:
 
 
 def _plain(trial: Trial) -> Attempt:
-
-    def make() -> keras.Model:
-        keras.utils.set_random_seed(1)
-        given = trial.case.compiled()
-        return compiled(trial.case.build(), **given, run_eagerly=trial.eagerly)
-
-    return _tried(make, trial)
+    return _tried(trial.case.build, trial, run_eagerly=trial.eagerly)
 
 
-def _tried(make: Callable[[], keras.Model], trial: Trial) -> Attempt:
+def _tried(build: Callable[[], keras.Model], trial: Trial, **options: Any) -> Attempt:
     model = None
+    keras.utils.set_random_seed(1)
     try:
-        model = make()
+        model = compiled(build(), **trial.case.compiled(), **options)
         start = model.get_weights()
         return Attempt(EXACT, trial.run(model, trial.case))
     except CommunicationError:

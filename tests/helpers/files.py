@@ -1,11 +1,14 @@
 """What tests of files share: a disk that is full, what a folder has, what a rank holds."""
 
 import contextlib
+import functools
 import resource
 import signal
 from pathlib import Path
 
 import numpy as np
+
+from tarantella_pp.errors import ConfigurationError
 
 
 @contextlib.contextmanager
@@ -33,10 +36,14 @@ def held_bytes(model):
     return sum(int(np.prod(t.shape)) * t.dtype.size for t in found)
 
 
-def error_of(call):
+def error_of(call, kinds=Exception):
     """Returns kind and text of the error that a call ends with; nothing without one."""
     try:
         call()
-    except Exception as error:
+    except kinds as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+refused = functools.partial(error_of, kinds=ConfigurationError)
+"""The same where nothing but a refusal may end the call."""

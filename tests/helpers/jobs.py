@@ -109,6 +109,13 @@ class Job:
             return False
 
 
+def executable(path: pathlib.Path, text: str) -> pathlib.Path:
+    """Writes a file that can be run; returns it."""
+    path.write_text(text)
+    path.chmod(0o700)
+    return path
+
+
 def tarantella(python: str, *arguments: str, **environment: Any) -> Job:
     return Job(python, "-m", "tarantella_pp", *arguments, **environment)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import psutil
 
 from tarantella_pp.launch.processes import die_with_parent
-from tests.helpers.jobs import SCRIPTS, Job
+from tests.helpers.jobs import SCRIPTS, Job, executable
 
 LIMIT_SECONDS = 40
 _SHELL = """\
@@ -127,11 +127,9 @@ def network(
         found.extend(NetworkHost(name, _holder(name, folder), tmp, work) for name in all_names)
         made = Network(found[0], found[1:])
         _join(made, addresses)
-        shell = folder / "remote-shell"
         cases = [f"{host.name}) pid={host.holder.pid} ;;" for host in made.hosts]
-        shell.write_text(_SHELL.format(cases="\n".join(cases), tmp=shlex.quote(str(tmp))))
-        shell.chmod(0o700)
-        made.remote_shell = str(shell)
+        text = _SHELL.format(cases="\n".join(cases), tmp=shlex.quote(str(tmp)))
+        made.remote_shell = str(executable(folder / "remote-shell", text))
         yield made
     finally:
         for host in found:

@@ -14,7 +14,6 @@ import keras
 import numpy as np
 from keras import ops
 
-from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
 from tests.zoo import models
@@ -101,9 +100,12 @@ def classification(optimizer=sgd, metrics=("accuracy",), **more):
     }
 
 
+def from_logits():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
 def logits():
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return {"optimizer": adamw(), "loss": loss, "metrics": ["accuracy"]}
+    return {"optimizer": adamw(), "loss": from_logits(), "metrics": ["accuracy"]}
 
 
 WEIGHTS = np.random.default_rng(5).uniform(0.2, 2, size=SAMPLES)
@@ -164,15 +166,6 @@ def evenly(case: Case) -> Case:
 
 
 CASES |= {f"{name}, evenly": evenly(case) for name, case in CASES.items()}
-
-
-def refused(call: Callable[[], object]) -> str:
-    """The message with which a call is refused, or nothing."""
-    try:
-        call()
-    except ConfigurationError as error:
-        return str(error)
-    return ""
 
 
 def lists_of(values: Any) -> Any:

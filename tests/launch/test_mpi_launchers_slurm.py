@@ -8,7 +8,7 @@ import signal
 import psutil
 import pytest
 
-from tests.helpers.jobs import PYTHONS, ROOT, Job, slurm_allocation, tarantella
+from tests.helpers.jobs import PYTHONS, ROOT, Job, executable, slurm_allocation, tarantella
 
 
 @pytest.mark.mpi
@@ -59,12 +59,9 @@ def test_preempted_tasks_end_with_75_and_the_script_of_the_examples_puts_them_ba
     python, tmp_path
 ):
     """A run ends with a checkpoint then, from which it goes on as `test_checkpoints.py` shows."""
-    (tmp_path / "tarantella").write_text(
-        f'#!/bin/sh\nexec {python} -m tarantella_pp --mpi=slurm "$@"\n'
-    )
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/queue\n')
-    for name in ("tarantella", "scontrol"):
-        (tmp_path / name).chmod(0o700)
+    command = f'exec {python} -m tarantella_pp --mpi=slurm "$@"'
+    for name, text in (("tarantella", command), ("scontrol", f'echo "$@" >> {tmp_path}/queue')):
+        executable(tmp_path / name, f"#!/bin/sh\n{text}\n")
     given = slurm_allocation(python, tmp_path / "calls")
     given["PATH"] = os.pathsep.join([str(tmp_path), given["PATH"]])
     with Job("bash", str(ROOT / "examples" / "slurm.sbatch"), "stopped.py", **given) as job:

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from tests.helpers import network_hosts
-from tests.helpers.jobs import PYTHONS, SCRIPTS
+from tests.helpers.jobs import PYTHONS, SCRIPTS, executable
 from tests.helpers.network_hosts import Network
 
 pytestmark = [
@@ -32,9 +32,7 @@ def test_ranks_fill_hosts_and_get_the_environment_and_threads_of_theirs(
     """Beta has one core."""
     shell = pathlib.Path(hosts.remote_shell)
     text = shell.read_text().replace("exec nsenter", "exec taskset -c 0 nsenter")
-    narrow = tmp_path / "narrow-shell"
-    narrow.write_text(text)
-    narrow.chmod(0o700)
+    narrow = executable(tmp_path / "narrow-shell", text)
     for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("TF_OF_MINE", "a b")
@@ -98,9 +96,8 @@ def test_a_job_goes_on_with_fewer_stages_where_a_host_has_died(python, hosts, tm
     """Three ranks are two then, for which three stages are too many."""
     shell = pathlib.Path(hosts.remote_shell)
     refusal = f'[ "$1" = beta ] && [ -e {tmp_path}/5-2 ] && exit 255\ncase'
-    mortal = tmp_path / "mortal-shell"
-    mortal.write_text(shell.read_text().replace("case", refusal, 1))
-    mortal.chmod(0o700)
+    text = shell.read_text().replace("case", refusal, 1)
+    mortal = executable(tmp_path / "mortal-shell", text)
     options = ["--hostfile", hosts.hostfile("alpha:2", "beta:1"), "--remote-shell", str(mortal)]
     script = ["--", "restarted.py", str(tmp_path), "3", "5-2"]
     with hosts.tarantella(python, *options, "--restarts", "2", *script) as job:

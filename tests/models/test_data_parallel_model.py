@@ -8,8 +8,9 @@ import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, TarantellaError
 from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers import training
+from tests.helpers.files import refused
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import X, Y, adamw, compiled, distance, refused
+from tests.helpers.training import X, Y, adamw, compiled, distance
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]

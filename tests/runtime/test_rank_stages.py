@@ -1,5 +1,6 @@
 """What fails before anything is trained fails on all ranks alike, and they train on."""
 
+import functools
 import re
 
 import keras
@@ -113,11 +114,8 @@ def attempts():
     texts = {}
     for name, make in ODD.items():
         model = piped(model_of(**{name.split()[1]: make()}))
-        for call in (model.train_on_batch, lambda x, y, m=model: m.fit(x, y, verbose=0)):
-            try:
-                call(X, Y)
-            except Exception as error:
-                texts.setdefault(name, []).append([type(error).__name__, str(error)])
+        calls = model.train_on_batch, functools.partial(model.fit, verbose=0)
+        texts[name] = [error_of(lambda c=c: c(X, Y)).split(": ", 1) for c in calls]
         if name.startswith("fails"):
             model.predict(X, verbose=0)
     return texts, outcome(piped(model_of())), {where: unseeded(where) for where in UNSEEDED}
@@ -128,7 +126,6 @@ def attempts():
 @pytest.mark.usefixtures("float64")
 def test_all_ranks_refuse_alike_and_train_on():
     first, second = mpi_run(2, attempts, timeout=300, env={"TNT_TIMEOUT": "60"}).check().results
-    assert len(first[0]) == len(ODD)
     for name, said in first[0].items():
         other = second[0][name]
         assert said == [said[0]] * 2, name

@@ -22,6 +22,13 @@ def batch(model, rows=4):
     return keras.tree.map_structure(values, inputs)
 
 
+class SameShape(layers.Layer):
+    """Gives what has the shape of its input."""
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
 def chain(shape, *steps, name=None, **options):
     """A model of layers, or of other functions of tensors, one after the other."""
     x = inputs = keras.Input(shape, **options)
@@ -65,11 +72,10 @@ def two_in_two_out():
 
 
 def long_skip():
-    x = inputs = keras.Input((6,))
-    skip = layers.Dense(6)(x)
-    x = layers.Dense(6, activation="elu")(skip)
-    x = layers.Dense(6, activation="elu")(x)
-    x = layers.Dense(6, activation="elu")(x)
+    inputs = keras.Input((6,))
+    x = skip = layers.Dense(6)(inputs)
+    for _ in range(3):
+        x = layers.Dense(6, activation="elu")(x)
     x = layers.Add()([x, skip, layers.Dense(6)(inputs)])
     return keras.Model(inputs, layers.Dense(3)(x))
 
@@ -108,10 +114,9 @@ class TokensAndPositions(layers.Layer):
 
 
 def positions():
-    ids = keras.Input((5,), dtype="int32")
-    x = layers.Dense(5, activation="tanh")(TokensAndPositions()(ids))
-    x = layers.GlobalAveragePooling1D()(x)
-    return keras.Model(ids, layers.Dense(3, activation="softmax")(x))
+    first, last = layers.Dense(5, activation="tanh"), layers.Dense(3, activation="softmax")
+    pool = layers.GlobalAveragePooling1D()
+    return chain((5,), TokensAndPositions(), first, pool, last, dtype="int32")
 
 
 class AddsLoss(layers.Layer):
@@ -125,13 +130,11 @@ class AddsLoss(layers.Layer):
 
 
 def regularized():
-    x = inputs = keras.Input((6,))
-    shared = layers.Dense(6, activation="tanh", activity_regularizer=keras.regularizers.L2(0.1))
-    x = shared(x)
-    x = layers.Dense(6, kernel_regularizer=keras.regularizers.L1L2(0.01, 0.1))(shared(x))
-    x = layers.ActivityRegularization(l2=0.05)(x)
-    x = layers.Dense(6, bias_regularizer=keras.regularizers.L2(0.1), activation="tanh")(x)
-    return keras.Model(inputs, layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.1))(x))
+    l2, dense = keras.regularizers.L2, layers.Dense
+    shared = dense(6, "tanh", activity_regularizer=l2(0.1))
+    both = dense(6, kernel_regularizer=keras.regularizers.L1L2(0.01, 0.1))
+    more = layers.ActivityRegularization(l2=0.05), dense(6, "tanh", bias_regularizer=l2(0.1))
+    return chain((6,), shared, shared, both, *more, dense(3, kernel_regularizer=l2(0.1)))
 
 
 def nested():
@@ -269,10 +272,10 @@ def dicts():
 
 def one_skip():
     """A skip over three layers, and no more, for figures that are counted by hand."""
-    x = inputs = keras.Input((6,))
-    skip = layers.Dense(6)(x)
+    inputs = keras.Input((6,))
+    x = skip = layers.Dense(6)(inputs)
     for _ in range(3):
-        x = layers.Dense(6, activation="elu")(skip if x is inputs else x)
+        x = layers.Dense(6, activation="elu")(x)
     return keras.Model(inputs, layers.Add()([x, skip]))
 
 
@@ -286,12 +289,10 @@ def attention_kwargs():
 
 
 def masked_recurrent():
-    ids = keras.Input((6,), dtype="int32")
-    x = layers.Embedding(9, 5, mask_zero=True)(ids)
-    x = layers.Bidirectional(layers.SimpleRNN(4, return_sequences=True))(x)
-    x = layers.TimeDistributed(layers.Dense(4))(x)
-    x = layers.LSTM(4, return_sequences=True)(x)
-    return keras.Model(ids, layers.GlobalAveragePooling1D()(x))
+    words, pool = layers.Embedding(9, 5, mask_zero=True), layers.GlobalAveragePooling1D()
+    both = layers.Bidirectional(layers.SimpleRNN(4, return_sequences=True))
+    each, last = layers.TimeDistributed(layers.Dense(4)), layers.LSTM(4, return_sequences=True)
+    return chain((6,), words, both, each, last, pool, dtype="int32")
 
 
 def multi_output_lstm():

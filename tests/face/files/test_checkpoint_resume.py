@@ -17,7 +17,7 @@ from keras import layers
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError
 from tests.face.files.test_checkpoints import At, Seen, stop
-from tests.helpers.training import compiled_once, floats
+from tests.helpers.training import compiled, compiled_once, floats
 from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
@@ -26,17 +26,16 @@ X, Y = floats(6, seed=1), floats(3, seed=2)
 BATCHES = [(X[i : i + 5], Y[i : i + 5]) for i in range(0, 20, 5)]
 
 
-def compiled(optimizer, loss="mse"):
+def pipeline(optimizer, loss="mse"):
     plain = chain((6,), layers.Dense(8, "tanh"), layers.Dropout(0.2), layers.Dense(3))
     wrapped = tnt.PipelineModel(plain, num_stages=1, num_micro_batches=1)
-    wrapped.compile(optimizer, loss, metrics=["mae"])
-    return wrapped
+    return compiled(wrapped, optimizer, loss, metrics=["mae"])
 
 
 @compiled_once
 def model(ema=False):
     """That of a script that starts."""
-    return compiled(keras.optimizers.SGD(0.05, momentum=0.9, use_ema=ema, ema_momentum=0.8))
+    return pipeline(keras.optimizers.SGD(0.05, momentum=0.9, use_ema=ema, ema_momentum=0.8))
 
 
 def run(directory, *callbacks, data=None, every="epoch", ema=False, **options):
@@ -128,7 +127,7 @@ def test_each_sample_is_seen_once_in_an_epoch_without_a_seed(tmp_path):
         tf.py_function(lambda rows: seen.extend(rows.numpy().tolist()), [y_true[:, 0]], [])
         return tf.reduce_mean((y_true - y_pred) ** 2, axis=-1)
 
-    begin = compiled_once(lambda: compiled(keras.optimizers.SGD(0.01), loss))
+    begin = compiled_once(lambda: pipeline(keras.optimizers.SGD(0.01), loss))
 
     def train(*callbacks):
         trained = begin()

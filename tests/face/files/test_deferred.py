@@ -13,7 +13,7 @@ from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers import training
 from tests.helpers.files import error_of, held_bytes
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import BITS, IDS, X, Y, distance, integers, logits, use_float64
+from tests.helpers.training import BITS, IDS, X, Y, distance, from_logits, integers, use_float64
 from tests.zoo.models import FromArray, dropout, tied_head
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64", "untried")]
@@ -37,7 +37,7 @@ def all_kinds():
 
 CASES = {
     "all kinds": (all_kinds, IDS, Y, lambda: "mse"),
-    "tied": (tied_head, IDS, integers(6, 5, seed=8), lambda: logits()["loss"]),
+    "tied": (tied_head, IDS, integers(6, 5, seed=8), from_logits),
 }
 
 

@@ -99,8 +99,7 @@ def read_everything(folder):
     found["set"] = [told(read) for read in reads.values()]
     # A weight that is used here is sent here at each step.
     tied = PipelineModel(tied_head(), num_stages=2, num_micro_batches=2)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    tied.compile("sgd", loss)
+    tied.compile("sgd", training.from_logits())
     tied.fit(IDS, integers(6, 5, seed=8)[:16], **QUIET)
     found["tied"] = tied.layers[1].get_weights()[0].tolist()
     found["turns"] = take_turns(lambda model: PipelineModel(model, 2, num_micro_batches=1))

@@ -79,7 +79,7 @@ def data_of(name):
 
 
 def compiled_as(name, model):
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True) if name == TIED else "mse"
+    loss = training.from_logits() if name == TIED else "mse"
     return training.compiled(model, OPTIMIZERS[name](), loss)
 
 

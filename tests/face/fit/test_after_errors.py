@@ -15,7 +15,7 @@ from keras import layers
 import tarantella_pp
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.schedule import Schedule, make_schedule
-from tests.helpers.training import ROUNDING, compiled_once, distance, floats, integers
+from tests.helpers.training import ROUNDING, begun, compiled_once, distance, floats, integers
 
 pytestmark = pytest.mark.keras
 
@@ -31,7 +31,6 @@ class BadAppleError(Exception):
 
 def model_of_all_kinds():
     """Gradients that add up, that are sparse, and that are collected by their factors."""
-    keras.utils.set_random_seed(1)
     ids = keras.Input((5,), dtype="int32")
     x = layers.GlobalAveragePooling1D()(layers.Embedding(6, 24)(ids))
     x = layers.LayerNormalization()(layers.Dense(24, activation="tanh")(x))
@@ -39,9 +38,8 @@ def model_of_all_kinds():
     return keras.Model(ids, layers.Add()([x, layers.Dense(24)(x)]))
 
 
-def compiled(model, **options):
-    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"], **options)
-    return model
+def started(wrap=None):
+    return begun(model_of_all_kinds, wrap, keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
 
 
 @compiled_once
@@ -49,12 +47,12 @@ def split_pipeline():
     """One for most tests, whose schedule has all kinds of actions."""
     repeated = make_schedule("zb-h1", 3, 3).repeating({(1, 0), (1, 2), (2, 1)})
     options = {"schedule": Schedule.from_text(repeated.to_text()), "recompute": "all"}
-    return compiled(PipelineModel(model_of_all_kinds(), 3, num_micro_batches=3, **options))
+    return started(lambda model: PipelineModel(model, 3, num_micro_batches=3, **options))
 
 
 @functools.cache
 def plain():
-    return compiled(model_of_all_kinds(), run_eagerly=True)
+    return started()
 
 
 @functools.cache
@@ -159,7 +157,7 @@ def test_an_error_in_the_update_is_told(monkeypatch):
     "hook", ["on_train_batch_begin", "on_train_batch_end", "on_test_batch_end", "on_epoch_end"]
 )
 def test_a_callback_that_fails_takes_nothing_along(hook):
-    model, plain = split_pipeline(), compiled(model_of_all_kinds(), run_eagerly=True)
+    model, plain = split_pipeline(), started()
     fit = {"batch_size": 6, "shuffle": False, "verbose": 0}
     fit["validation_data"] = IDS[6:12], TARGETS[6:12]
     fails = keras.callbacks.LambdaCallback(**{hook: lambda *_, **__: fail()})

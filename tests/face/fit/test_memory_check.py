@@ -12,7 +12,7 @@ from tarantella_pp.errors import PlanError
 from tarantella_pp.runtime.stage.stage import Stage
 from tests.helpers.files import error_of
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import compiled, distance
+from tests.helpers.training import compiled, distance, from_logits
 from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("untried")]
@@ -31,8 +31,7 @@ def language_model():
 def pipeline(metrics=None, loss=None, batch_size=ROWS, **options):
     keras.utils.set_random_seed(1)
     model = tnt.PipelineModel(language_model(), 2, 8, batch_size=batch_size, **options)
-    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return compiled(model, "sgd", loss, metrics=metrics)
+    return compiled(model, "sgd", loss or from_logits(), metrics=metrics)
 
 
 def last_stage(model):

@@ -12,9 +12,9 @@ import tensorflow as tf
 
 import tarantella_pp as tnt
 from tests.helpers import training
-from tests.helpers.files import error_of
+from tests.helpers.files import error_of, refused
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import ROUNDING, begin_again, distance, refused, sgd, use_float64
+from tests.helpers.training import ROUNDING, begin_again, distance, sgd, use_float64
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.usefixtures("untried")]
@@ -24,14 +24,8 @@ QUIET = {"batch_size": 2, "shuffle": False, "verbose": 0}  # six steps an epoch,
 RATE = 0.05  # of `sgd()`
 
 
-def compiled(model, **options):
-    model.compile(sgd(), "mse", metrics=["mae"], **options)
-    return model
-
-
-def plain():
-    keras.utils.set_random_seed(1)
-    return compiled(mlp(), run_eagerly=True)
+def started(wrap=None):
+    return training.begun(mlp, wrap, sgd(), "mse", metrics=["mae"])
 
 
 class Stop(keras.callbacks.Callback):
@@ -96,14 +90,14 @@ def stop(model, start):
     model.evaluate(X, Y, batch_size=2, verbose=0, callbacks=held)
     model.predict(X, batch_size=2, verbose=0, callbacks=evaluation)
     found["evaluation"] = evaluation.ended
-    compiled(model, steps_per_execution=2)
+    model.compile(sgd(), "mse", metrics=["mae"], steps_per_execution=2)
     model.fit(X, Y, epochs=2, callbacks=[callback := Stop((1,), train=1)], **QUIET)
     found["two at a time"] = callback.ended["train"]
     return found
 
 
 def check_stops(found):
-    model = plain()
+    model = started()
     expected = [model.get_weights()]
     for step in range(12):
         rows = slice(step % 6 * 2, (step % 6 + 1) * 2)
@@ -160,7 +154,7 @@ def check_rates(texts, history):
     assert "train_on_batch(learning_rate=0.125)" in texts[-3]
     assert all(said in texts[-2] for said in ("iterations=0", "iterations=7", "same iter"))
     assert re.search("compile.trainable='[1-9].*compile.trainable='0 of", texts[-1])
-    assert distance(plain().fit(X, Y, epochs=2, **QUIET).history, history) < ROUNDING
+    assert distance(started().fit(X, Y, epochs=2, **QUIET).history, history) < ROUNDING
 
 
 def dislikes_large(y_true, y_pred):
@@ -280,8 +274,7 @@ def check_calls(first, second):
 def everything(folder):
     """All of it with one pipeline, whose stages are traced once."""
     use_float64()
-    keras.utils.set_random_seed(1)
-    model = compiled(tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=2))
+    model = started(lambda plain: tnt.PipelineModel(plain, num_stages=2, num_micro_batches=2))
     start = model.get_weights()
     calls, rates = make_calls_that_differ(model, folder), change_rates(model, start)
     return calls, stop(model, start), rates, fail_in_a_later_step(model)

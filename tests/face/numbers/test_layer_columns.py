@@ -61,9 +61,8 @@ def wrapped(model, stages=2, **options):
 
 
 def compiled(model, optimizer, **options):
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"], **options)
-    return model
+    loss = training.from_logits()
+    return training.compiled(model, optimizer, loss, metrics=["accuracy"], **options)
 
 
 def fitted(model, optimizer, epochs=2, **options):

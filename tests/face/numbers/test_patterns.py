@@ -14,9 +14,11 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tarantella_pp as tnt
+from tests.helpers import training
 from tests.helpers.mpi import mpi_run
 from tests.helpers.own_steps import net
-from tests.helpers.training import ROUNDING, begun, distance, floats, integers, use_float64
+from tests.helpers.training import ROUNDING, distance, floats, from_logits, integers, use_float64
+from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
@@ -118,11 +120,9 @@ class PatchEncoder(layers.Layer):
 
 
 def vision_transformer() -> keras.Model:
-    inputs = keras.Input((8, 8, 3))
-    x = PatchEncoder(4, 8)(Patches()(inputs))
-    x = TransformerBlock(8, 2)(x)
-    x = layers.Flatten()(layers.LayerNormalization(epsilon=1e-6)(x))
-    return keras.Model(inputs, layers.Dense(3)(layers.Dense(5, "gelu")(x)))
+    steps = Patches(), PatchEncoder(4, 8), TransformerBlock(8, 2)
+    end = layers.LayerNormalization(epsilon=1e-6), layers.Flatten(), layers.Dense(5, "gelu")
+    return chain((8, 8, 3), *steps, *end, layers.Dense(3))
 
 
 def sequence_to_sequence() -> keras.Model:
@@ -243,10 +243,6 @@ class Distiller(keras.Model):
         return 0.3 * own + 0.7 * 9.0 * ops.mean(taught)
 
 
-def from_logits() -> Any:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
 def one_hot(*shape: int) -> Any:
     return np.eye(4)[integers(4, *shape)[:ROWS]]
 
@@ -290,7 +286,7 @@ def trained(pattern: Pattern, wrap: Callable[[Any], Any] | None = None) -> Any:
     loss = pattern.loss() if callable(pattern.loss) else pattern.loss
     optimizer = keras.optimizers.Adam(1e-2) if pattern.own_step else keras.optimizers.SGD(0.05)
     metrics = list(pattern.metrics) or None
-    model = begun(pattern.build, wrap, optimizer, loss, seed=4, metrics=metrics)
+    model = training.begun(pattern.build, wrap, optimizer, loss, seed=4, metrics=metrics)
     x, y = pattern.x, pattern.y
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
     if pattern.evaluated:

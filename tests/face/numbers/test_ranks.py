@@ -15,9 +15,9 @@ from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.schedule import V_SHAPED, Schedule
 from tests.helpers import training
-from tests.helpers.files import error_of
+from tests.helpers.files import error_of, refused
 from tests.helpers.mpi import PYTHONS, mpi_run
-from tests.helpers.training import CASES, ROUNDING, X, Y, compiled, distance, fitted, make, refused
+from tests.helpers.training import CASES, ROUNDING, X, Y, compiled, distance, fitted, make
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]

@@ -15,9 +15,9 @@ import tarantella_pp as tnt
 from tarantella_pp.runtime.comm.messages import Channel
 from tarantella_pp.runtime.stage.stage import Stage
 from tests.helpers import training
-from tests.helpers.files import error_of
+from tests.helpers.files import error_of, refused
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import LABELS, ROUNDING, SAMPLES, WEIGHTS, X, adamw, distance, refused
+from tests.helpers.training import LABELS, ROUNDING, SAMPLES, WEIGHTS, X, adamw, distance
 from tests.zoo.models import chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.usefixtures("untried")]
@@ -40,15 +40,14 @@ class Gone(Batches):
         raise OSError("no disk")
 
 
-def compiled(wrap):
+def network():
     """Weights of whole cache lines, which are packed for messages without gaps."""
-    keras.utils.set_random_seed(1)
-    dense = [layers.Dense(8, activation=name) for name in ("tanh", "softmax")]
-    model = wrap(chain((6,), *dense))
-    eagerly = not isinstance(model, tnt.PipelineModel)  # the same numbers, sooner
+    return chain((6,), *(layers.Dense(8, activation=name) for name in ("tanh", "softmax")))
+
+
+def started(wrap=None):
     measured = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
-    model.compile(adamw(), "sparse_categorical_crossentropy", run_eagerly=eagerly, **measured)
-    return model
+    return training.begun(network, wrap, adamw(), "sparse_categorical_crossentropy", **measured)
 
 
 def mapped(batch_size, x=X, y=LABELS):
@@ -227,7 +226,7 @@ def on_ranks(stages):
     found = {}
     for sharded in (True, False):
         options = {"shard_optimizer": sharded, **shape}
-        model = compiled(functools.partial(tnt.PipelineModel, **options))
+        model = started(functools.partial(tnt.PipelineModel, **options))
         start = model.get_weights()
         found[f"sharded {sharded}"] = count(model, counted)
     counted.clear()
@@ -245,7 +244,7 @@ def test_each_rank_reads_holds_and_sends_its_part():
     run = mpi_run(2 * stages, on_ranks, stages, timeout=300).check()
     for sharded in (False, True):
         check_counts([result[f"sharded {sharded}"] for result in run.results], stages, sharded)
-    plain = train(compiled(lambda model: model))
+    plain = train(started())
     for result in run.results:
         for name, numbers in plain.items():
             assert distance(numbers, result["trained"][name], "weights") < ROUNDING, name

@@ -11,9 +11,8 @@ import pytest
 
 from tarantella_pp.runtime.comm.collective import compiled_facts
 from tarantella_pp.runtime.comm.communicator import TensorSpec, world
-from tests.helpers.files import error_of
+from tests.helpers.files import error_of, refused
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import refused
 
 _ONE = [TensorSpec((1,), "float64")]
 

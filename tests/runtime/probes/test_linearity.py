@@ -10,16 +10,12 @@ from tarantella_pp.runtime.probes.linearity import following, nonlinear
 pytestmark = pytest.mark.keras
 
 
-def found(make):
-    """The type of the operation that is not linear in a sum over samples; `None` if all are."""
-
-    @tf.function(input_signature=[tf.TensorSpec([None, 4, 4, 2], "float64")])
-    def traced(x):
-        return make(tf.reduce_sum(x, 0))
-
-    graph = traced.get_concrete_function()
-    operation = nonlinear(graph.outputs, following(graph.graph, graph.inputs))
-    return operation and operation.type
+def found(make, *shape):
+    """Of each result the operation that is not linear in a sum over samples; `None` if all are."""
+    signature = [tf.TensorSpec([None, *shape], "float64")]
+    graph = tf.function(make, signature, autograph=False).get_concrete_function()
+    follows = following(graph.graph, graph.inputs)
+    return [nonlinear([output], follows) for output in graph.outputs]
 
 
 def through_a_convolution(total):
@@ -46,17 +42,13 @@ def through_a_convolution(total):
     ],
 )
 def test_what_is_not_linear_is_found(make, kind):
-    assert found(make) == kind
+    (operation,) = found(lambda x: make(tf.reduce_sum(x, 0)), 4, 4, 2)
+    assert (operation and operation.type) == kind
 
 
 @pytest.mark.parametrize("make", [tf.reduce_max, lambda x: tf.cast(tf.reduce_any(x > 9), x.dtype)])
 def test_what_samples_decide_together_is_no_sum(make):
-    @tf.function(input_signature=[tf.TensorSpec([None, 2], "float64")])
-    def traced(x):
-        return tf.reduce_mean(x) + make(x)
-
-    graph = traced.get_concrete_function()
-    assert nonlinear(graph.outputs, following(graph.graph, graph.inputs)) is not None
+    assert found(lambda x: tf.reduce_mean(x) + make(x), 2) != [None]
 
 
 def scattered(x, kept):
@@ -81,13 +73,9 @@ def scattered(x, kept):
     ],
 )
 def test_how_many_samples_there_are_may_follow_from_them(make, linear):
-    @tf.function(input_signature=[tf.TensorSpec([None], "float64")], autograph=False)
-    def traced(x):
+    def value_and_gradient(x):
         weight = tf.ones((), x.dtype)
         value = make(weight * x, x < 100.0)
         return value, tf.gradients(value, weight, unconnected_gradients="zero")
 
-    graph = traced.get_concrete_function()
-    follows = following(graph.graph, graph.inputs)
-    for output in graph.outputs:
-        assert (nonlinear([output], follows) is None) == linear
+    assert {operation is None for operation in found(value_and_gradient)} == {linear}

@@ -12,7 +12,7 @@ from tarantella_pp.runtime.probes.compilation_probe import value_kinds
 from tarantella_pp.runtime.probes.parts import MEAN, ROWS, SUM
 from tarantella_pp.runtime.weights.optimizer_probe import check_division, treats_weights_apart
 from tests.helpers.training import compiled, distance, sgd
-from tests.zoo.models import chain
+from tests.zoo.models import SameShape, chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -20,7 +20,7 @@ X, Y = np.random.default_rng(3).normal(size=(2, 7, 5))
 IDS = np.random.default_rng(4).integers(0, 7, size=(7, 5))
 
 
-class Adds(layers.Layer):
+class Adds(SameShape):
     """Scales its input and adds losses of it; one more counts once its share is not zero."""
 
     def __init__(self, *functions, **kwargs):
@@ -35,9 +35,6 @@ class Adds(layers.Layer):
             self.add_loss(function(x))
         self.add_loss(self.share * ops.sum(ops.square(x)))
         return x
-
-    def compute_output_shape(self, shape):
-        return shape
 
 
 def model_of(*inner, ids=False):

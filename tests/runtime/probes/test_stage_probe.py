@@ -19,7 +19,7 @@ from tarantella_pp.runtime.probes import parts
 from tarantella_pp.runtime.probes.constants import constants_of
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace
 from tests.helpers.training import distance, in_precision, sgd
-from tests.zoo.models import chain
+from tests.zoo.models import SameShape, chain
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -31,7 +31,7 @@ TWELVE = np.concatenate([X, X + 1])
 COLUMNS = np.concatenate([IDS[:, :1] % 4, X[:, 1:]], 1)
 
 
-class Own(layers.Layer):
+class Own(SameShape):
     """A layer with a weight to scale its input with, as tests want it."""
 
     def __init__(self, function, gain="ones", name="odd"):
@@ -43,9 +43,6 @@ class Own(layers.Layer):
 
     def call(self, x, training=None):
         return self.function(self, x, training)
-
-    def compute_output_shape(self, shape):
-        return shape
 
 
 def between(*inner):
@@ -71,6 +68,15 @@ def trained(model, x=X, y=Y):
     keras.utils.set_random_seed(7)
     keras.src.backend.common.global_state.set_global_attribute("global_seed_generator", None)
     return [*(model.train_on_batch(x, y) for _ in range(2)), *model.get_weights()]
+
+
+def apart(build, x=X, **options):
+    """How far a pipeline comes from plain Keras."""
+    found = []
+    for wrap in (compiled, functools.partial(piped, **options)):
+        keras.utils.set_random_seed(1)
+        found.append(trained(wrap(build()), x))
+    return distance(*found)
 
 
 def centred(layer, x, _):
@@ -116,7 +122,7 @@ def shifted_by_operations():
     return chain((5,), first, lambda x: x - ops.mean(x, axis=0, keepdims=True), last)
 
 
-class Loop(layers.Layer):
+class Loop(SameShape):
     """Drops numbers at random in each turn of a loop, and the mean over the samples if asked to."""
 
     def __init__(self, mixes, name="odd"):
@@ -130,9 +136,6 @@ class Loop(layers.Layer):
             return i + 1, x - tf.reduce_mean(x, 0) if self.mixes else x
 
         return tf.while_loop(lambda i, _: i < 2, turn, [0, x])[1]
-
-    def compute_output_shape(self, shape):
-        return shape
 
 
 def until_small(x, halves=None):
@@ -523,11 +526,7 @@ EXACT = [
 
 @pytest.mark.parametrize(("build", "x", "options"), slowly(EXACT, lambda given: "balance" in given))
 def test_what_is_none_or_is_not_cut_is_exact(build, x, options):
-    found = []
-    for wrap in (compiled, functools.partial(piped, **options)):
-        keras.utils.set_random_seed(1)
-        found.append(trained(wrap(build()), x))
-    assert distance(*found) < (1e-13 if options.get("micro_batches") == 1 else 1e-10)
+    assert apart(build, x, **options) < (1e-13 if options.get("micro_batches") == 1 else 1e-10)
 
 
 def test_a_batch_that_states_have_rows_for_is_not_cut():
@@ -594,7 +593,7 @@ def test_what_treats_each_sample_by_itself_trains(name):
     model.predict(x, verbose=0)
 
 
-class Experts(layers.Layer):
+class Experts(SameShape):
     """Sends each sample to the best of some products."""
 
     def build(self, shape):
@@ -605,9 +604,6 @@ class Experts(layers.Layer):
         weight, best = ops.top_k(ops.softmax(ops.matmul(x, self.router)), 2)
         chosen = ops.sum(ops.one_hot(best, 4, dtype=x.dtype) * weight[..., None], -2)
         return x + ops.einsum("...d,...n,ndh->...h", x, chosen, self.kernels)
-
-    def compute_output_shape(self, shape):
-        return shape
 
 
 @pytest.mark.slow
@@ -656,8 +652,7 @@ def test_large_trials_have_few_samples_and_leave_nothing(monkeypatch):
     slightly = Own(lambda layer, x, _: x - 1e-3 * layer.gain * ops.mean(x, axis=0))
     gc.disable()
     try:
-        found = [trained(model) for model in (piped(between()), compiled(between()))]
-        assert distance(*found) < 1e-13
+        assert apart(between) < 1e-13
         assert set(tried) == {3}
         assert not any(trace() for trace in traces)
     finally:
@@ -728,12 +723,10 @@ def test_constants_do_not_follow_from_the_order_of_functions():
 
 
 def test_ids_may_be_floats():
-    ids, found = RNG.integers(0, 7, X.shape).astype("float64"), []
-    for wrap in (compiled, piped):
-        keras.utils.set_random_seed(1)
-        model = chain((X.shape[1],), layers.Embedding(7, 4), layers.LSTM(Y.shape[1]))
-        found.append(trained(wrap(model), ids))
-    assert distance(*found) < 1e-13
+    def build():
+        return chain((X.shape[1],), layers.Embedding(7, 4), layers.LSTM(Y.shape[1]))
+
+    assert apart(build, RNG.integers(0, 7, X.shape).astype("float64")) < 1e-13
 
 
 def regularized(regularizer):
@@ -756,9 +749,7 @@ def test_regularizers_are_functions_of_weights():
         with pytest.raises(UnsupportedModelError, match=rf"of '.*/kernel' {said}"):
             model.train_on_batch(X, Y)
     for odd in (lambda w: ops.sum(w**2, keepdims=True), lambda _: ops.ones(())):
-        assert (
-            distance(trained(compiled(regularized(odd))), trained(piped(regularized(odd)))) < 1e-13
-        )
+        assert apart(lambda odd=odd: regularized(odd)) < 1e-13
 
 
 def test_gradients_that_a_layer_takes_within_a_stage_are_exact():

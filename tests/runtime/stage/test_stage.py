@@ -82,9 +82,8 @@ def whole(parts=IN_HALF):
 
 def trained(model):
     """Two steps, of which the second depends on statistics, seeds and what the first left."""
-    model.compile(
-        keras.optimizers.SGD(0.05), "mse", run_eagerly=not isinstance(model, PipelineModel)
-    )
+    eagerly = not isinstance(model, PipelineModel)
+    model.compile(keras.optimizers.SGD(0.05), "mse", run_eagerly=eagerly)
     x, y = np.random.default_rng(0).normal(size=(4, 5, 4)), np.ones((4, 2))
     found = [*(model.train_on_batch(x, y) for _ in range(2)), *model.get_weights()]
     return np.concatenate([np.ravel(each).astype("float64") for each in found])

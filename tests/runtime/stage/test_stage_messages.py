@@ -76,12 +76,16 @@ class MemoryRank:
         return SimpleNamespace(wait=lambda: self._sent[tag][number])
 
 
-@given(st.permutations(range(130)), st.permutations(range(130)), st.sampled_from("FB"))
-def test_stages_may_run_micro_batches_in_different_orders(sent, received, direction):
+def messages_over(rank):
+    """Those of two stages, which both are on a rank."""
     graph = chain(2, 1)
     edges = stage_edges(stage_boundaries(graph, [0, 1], 2))
-    rank = MemoryRank()
-    messages = StageMessages(rank, graph, edges, [0, 1], conversion=PLAIN)
+    return StageMessages(rank, graph, edges, [0, 1], conversion=PLAIN)
+
+
+@given(st.permutations(range(130)), st.permutations(range(130)), st.sampled_from("FB"))
+def test_stages_may_run_micro_batches_in_different_orders(sent, received, direction):
+    messages = messages_over(MemoryRank())
     pair = (0, 1) if direction == "F" else (1, 0)
     receives = [Transfer(*pair, "R", direction, i) for i in received]
     messages.begin(receives, [4] * len(received))
@@ -93,18 +97,16 @@ def test_stages_may_run_micro_batches_in_different_orders(sent, received, direct
 
 
 def test_another_shape_than_the_receiver_expects_is_refused():
-    edges = stage_edges(stage_boundaries(graph := chain(2, 1), [0, 1], 2))
-    messages = StageMessages(MemoryRank(), graph, edges, [0, 1], conversion=PLAIN)
+    messages = messages_over(MemoryRank())
     messages.begin([], [4])
     with pytest.raises(UnsupportedModelError, match=r"Stage 0 gave .* as None"):
         messages.send(Transfer(0, 1, "S", "F", 0), [np.zeros((2, 2))])
 
 
 def test_more_messages_than_mpi_has_tags_are_refused():
-    edges = stage_edges(stage_boundaries(graph := chain(2, 1), [0, 1], 2))
     rank = MemoryRank()
     rank.largest_tag = 1100
-    messages = StageMessages(rank, graph, edges, [0, 1], conversion=PLAIN)
+    messages = messages_over(rank)
     messages.begin([], [4] * 41)
     messages.send(Transfer(0, 1, "S", "F", 30), [np.zeros((4, 1))])
     with pytest.raises(CommunicationError, match="smaller num_micro_batches"):

@@ -176,13 +176,11 @@ class PlanSimulation:
 
     def costs(self, num_ranks: int | None = None) -> Costs:
         """Returns the seconds and bytes of the plan's stages and messages."""
-        planned = self.plan.micro_batch_size
         # Memory must hold the largest micro-batch; time adds up over all of them.
         mean = self.samples / self.micro_batches
         seconds = stage_seconds(self.plan, self.machine, mean)
-        spec = self.spec(num_ranks)
         repeats = self.plan.repeats
-        now = spec.held_again(self.micro_batches) if repeats else ()
+        now = self.spec(num_ranks).held_again(self.micro_batches) if repeats else ()
         again = {
             i: _recomputed_bytes(self.plan.stages[i], held, now[i]) for i, held in repeats.items()
         }
@@ -193,7 +191,7 @@ class PlanSimulation:
             for target in cut.targets:
                 sizes[cut.source, target] += sent + cut.mask_bytes
                 sizes[target, cut.source] += sent if cut.has_gradient else 0
-        scale = mean / planned / (self.machine.bandwidth or math.inf)
+        scale = mean / self.plan.micro_batch_size / (self.machine.bandwidth or math.inf)
         links = {key: LinkCosts(size * scale, self.machine.latency) for key, size in sizes.items()}
         return Costs(tuple(stages), links)
 
@@ -249,7 +247,7 @@ class PlanSimulation:
         else:
             schedule = spec.make(count)
         lowered = lower(schedule, self.plan.links, self.plan.gradient_links, blocking=False)
-        return replace(simulate(lowered, costs), name=spec.name)
+        return simulate(lowered, costs)
 
     def search(self, spec: ScheduleSpec, costs: Costs, limits: Sequence[int] | None) -> Schedule:
         """Searches for the schedule `zb-auto` within numbers of micro-batches in flight."""

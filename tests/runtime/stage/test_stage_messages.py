@@ -77,7 +77,7 @@ class MemoryRank:
 
 
 def messages_over(rank):
-    """Those of two stages, which both are on a rank."""
+    """Messages between two stages, both on one rank."""
     graph = chain(2, 1)
     edges = stage_edges(stage_boundaries(graph, [0, 1], 2))
     return StageMessages(rank, graph, edges, [0, 1], conversion=PLAIN)

@@ -158,19 +158,13 @@ def sums_of(users: Sequence[tf.Operation], follows: set[Any]) -> list[tf.Tensor]
 
 def first_sums(tensors: Iterable[tf.Tensor], follows: set[Any]) -> list[tf.Tensor]:
     """Of some sums over samples, and those that they are made of, the ones not made of others."""
-    found, todo = {}, list(tensors)
-    seen = set()
-    while todo:
-        tensor = todo.pop()
+
+    def is_first(tensor: tf.Tensor) -> bool:
         given = [t for t in tensor.op.inputs if _follows(t, follows)]
-        if not _follows(tensor, follows) or tensor.ref() in seen:
-            continue
-        seen.add(tensor.ref())
-        if given and all(map(_is_sum, given)):
-            todo += given
-        else:
-            found[tensor.ref()] = tensor
-    return list(found.values())
+        return not (_follows(tensor, follows) and given and all(map(_is_sum, given)))
+
+    found, _ = frontier(tensors, is_first)
+    return list({t.ref(): t for t in found if _follows(t, follows)}.values())
 
 
 def moves_samples(tensor: tf.Tensor, follows: set[Any]) -> bool:

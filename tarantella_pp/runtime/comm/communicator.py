@@ -157,7 +157,7 @@ class Communicator(Channel):
         return msgspec.msgpack.decode(sent)
 
     def send_json(self, value: Any, dests: Sequence[int], tag: int, *, label: str = "") -> bytes:
-        """Starts to send a value to other ranks, for `receive_json`; returns what is sent."""
+        """Starts to send a value to other ranks, for `receive_json`; returns it as bytes."""
         # MessagePack rather than JSON, which has no NaN and no bytes.
         sent = msgspec.msgpack.encode(value, enc_hook=_plain)
         data = np.frombuffer(sent, np.uint8)

@@ -98,7 +98,8 @@ def make_model():
     dense = keras.layers.Dense(9, activation="tanh"), keras.layers.Dense(1)
     model = chain((5,), *start, *dense, dtype="int32")
     unused = keras.Variable(np.ones(3), name="unused")  # no gradient reaches it
-    return model, [*model.trainable_variables, unused]
+    empty = keras.Variable(np.ones(0), dtype="float32", name="empty")  # all of its type
+    return model, [*model.trainable_variables, empty, unused]
 
 
 def train(name: str, distribute, rank: int, size: int, op: str = "mean") -> list:

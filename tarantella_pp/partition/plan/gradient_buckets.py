@@ -71,7 +71,7 @@ def packed(
     # The open bucket of each dtype, and the bytes that it still takes.
     room: dict[str, tuple[int, list[int]]] = {}
     for w, dtype, nbytes in weights:
-        left, bucket = room.get(dtype, (0, []))
+        left, bucket = room.get(dtype, (-1, []))  # no open one
         if w in tables or nbytes > left:
             left, bucket = most, []
             buckets.append(bucket)

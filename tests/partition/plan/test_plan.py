@@ -235,7 +235,7 @@ CHAIN = chain_graph(6, 8)
 def graphs(draw: st.DrawFn) -> tuple[LayerGraph, list[int], int]:
     num_stages = draw(st.integers(1, 4))
     stages = sorted(draw(st.lists(st.integers(0, num_stages - 1), min_size=1, max_size=8)))
-    sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=8))
+    sizes = draw(st.lists(st.integers(0, 12), min_size=1, max_size=8))
     dtypes = st.sampled_from(["float32", "float16"])
     weights = tuple(
         Weight(i, f"w{i}", (size,), draw(dtypes), draw(st.booleans()), size)

@@ -50,6 +50,17 @@ class StepTimeline:
             for own in self.events
         )
 
+    @cached_property
+    def gradients_ready(self) -> tuple[float, ...]:
+        """Second at which each stage has all weight gradients, and has sent what others need."""
+        ready = [0.0] * len(self.placement)
+        for _, _, end, action in (event for own in self.events for event in own):
+            if isinstance(action, Compute):
+                ready[action.stage] = end
+            elif isinstance(action, Transfer) and action.operation == "S":
+                ready[action.source] = end
+        return tuple(ready)
+
     def with_reductions(self, seconds: Sequence[Sequence[float]]) -> StepTimeline:
         """Returns the step with sums over replicas that take seconds for each stage's buckets.
 
@@ -59,19 +70,12 @@ class StepTimeline:
             network            2A0===2A1===0A0====
                                            `------ exposed
         """
-        # When each stage has its last weight gradient, and has sent what others wait for.
-        ready = [0.0] * len(self.placement)
-        for _, _, end, action in (event for own in self.events for event in own):
-            if isinstance(action, Compute):
-                ready[action.stage] = end
-            elif isinstance(action, Transfer) and action.operation == "S":
-                ready[action.source] = end
         counts = [len(own) for own in seconds]
         reduced = []
         for rank in range(self.num_ranks):
             events, free = [], 0.0
             for action in reductions(self.placement, counts, rank):
-                begin = max(ready[action.stage], free)
+                begin = max(self.gradients_ready[action.stage], free)
                 free = begin + seconds[action.stage][action.bucket]
                 events.append(Event(rank, begin, free, action))
             reduced.append(tuple(events))

@@ -255,11 +255,11 @@ class Inside:
         }
         used = [value for parts in each for use in parts.uses.values() for value in use.values]
         used += [value for values in aliases.values() for value in values]
-        results = {value.path for value in used}
+        met = paths.union(value.path for value in used)
         found = []
         for path, first in each[0].uses.items():
             home, call = path[:-1], traces[0].calls[path]
-            if path not in paths | results:  # as within tf.vectorized_map
+            if path not in met:  # as within tf.vectorized_map
                 raise PartsError(home, f"does not use what it calls '{call.layer.name}' for")
             if path and any(tensor.name in self._in_turn for tensor, _ in call.marked):
                 raise PartsError(home, f"has a row of each sample in turn in '{call.layer.name}'")

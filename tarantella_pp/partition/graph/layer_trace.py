@@ -321,7 +321,7 @@ class LayerParts:
                 held = [tensor.ref() for tensor in pair if tensor is not None]
                 self._values.update(dict.fromkeys(held, Value(call.path, place)))
         self._taken: set[int] = set()
-        self.uses = {path: self._use(path) for path in self._ordered(())}  # rests are opened
+        self.uses = {path: self._use(path) for path in self._ordered(())}
 
     def _ordered(self, path: Path) -> Iterator[Path]:
         for call in self._trace.calls[path].inner:
@@ -329,7 +329,7 @@ class LayerParts:
                 yield from self._ordered(call.path)
             else:
                 yield call.path
-        yield path
+        yield path  # its rest
 
     def _use(self, part: Path) -> PartUse:
         """What a part reads and does; what it shares with others, the first one does."""

@@ -31,7 +31,6 @@ _FILES = (".keras", ".h5", ".hdf5")
 OF_STAGES = {"num_stages", "schedule", "balance", "wire_dtype", "num_replicas", "check_replicas"}
 
 
-@keras.saving.register_keras_serializable("tarantella_pp")
 class Model(PipelineModel):
     """Trains a Keras model on all ranks; each computes its share of every batch.
 
@@ -131,7 +130,6 @@ def _called_with(model: Any, inputs: Any) -> keras.Model:
     return whole
 
 
-@keras.saving.register_keras_serializable("tarantella_pp")
 class Sequential(Model):
     """A stack of layers that is trained on all ranks; see `Model`.
 
@@ -149,6 +147,10 @@ class Sequential(Model):
         if not isinstance(layers, keras.Model):
             layers = keras.Sequential(layers, name=name)
         super().__init__(layers, **options)
+
+
+for _kind in (Model, Sequential):
+    keras.saving.register_keras_serializable("tarantella_pp")(_kind)
 
 
 def has_own_steps(model: Any) -> bool:

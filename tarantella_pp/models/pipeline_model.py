@@ -32,7 +32,6 @@ from tarantella_pp.runtime.weights.rank_weights import PlacedModel
 from tarantella_pp.schedule import Schedule, read_schedule
 
 
-@keras.saving.register_keras_serializable("tarantella_pp")
 class PipelineModel(TrainingLoops, CollectiveModel):
     """Trains a Keras model as a pipeline of stages, one or more on each MPI rank.
 
@@ -319,3 +318,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         """Makes all metrics begin anew, as Keras does before each epoch; all ranks must call it."""
         super().reset_metrics()
         self._engine.logs = {}
+
+
+# Not as a decorator: documentation is made without Keras.
+keras.saving.register_keras_serializable("tarantella_pp")(PipelineModel)

@@ -8,8 +8,9 @@
 Each depth trains twice in processes of its own with one thread each, on the same batch: plain Keras
 takes it whole or in 8 parts ("accumulated"), the others in 8 micro-batches. The peak of the largest
 process counts, beyond what it held after a small model of the same kind had trained in it. Printed
-are the MiB that a block more takes, by two depths; the depth where that straight line meets the
-limit (`--at` tries a depth out); planned bytes; and seconds of the second step for each block.
+are the MiB that a block more takes, by four blocks a process and by about as many as take half of
+the limit; the depth where that straight line meets the limit (`--at` tries a depth out); planned
+bytes; and seconds of the second step for each block.
 "Again" recomputes: `recompute="all"`, or `torch.utils.checkpoint` for each block. Pipelines are
 1F1B, PyTorch's with equal stages. PyTorch comes from the folder, or its rows are left out. A block
 of a U-Net is five layers, one at each place; "wide" is with four times the activations. With
@@ -294,8 +295,10 @@ def launch(system: str, name: str, depth: int, torch_path: str, groups: str, lim
 
 def measured(attempt: Callable[[int], Trial], size: int, limit: float) -> str:
     """A straight line through two depths, the depth where it meets the limit, and what is there."""
-    few, many = 2 * size, 6 * size
-    first, second = attempt(few), attempt(many)
+    few = 4 * size
+    first = attempt(few)
+    many = max(2 * few, int(few * limit / first.peak / 2))  # small models are all but their blocks
+    second = attempt(many)
     slope = (second.peak - first.peak) / (many - few)
     depth = int(many + (limit - second.peak) / slope)
     line = f"{slope / MIB:5.1f} MiB a block, {depth:4} deep"

@@ -119,7 +119,8 @@ def _footer(plan: PlanData) -> list[str]:
         size = format_bytes(tie.bytes)
         lines.append(f"Stages {where} share {tie.weight} ({size}): {tie.stages[0]} trains it.")
     if plan.recomputes():
-        shares = [f"stage {i} {100 * plan.stages[i].repeated:.0f} %" for i in plan.recompute]
+        again = (i for i in range(plan.num_stages) if plan.recomputes(i))
+        shares = [f"stage {i} {100 * plan.stages[i].repeated:.0f} %" for i in again]
         early = len(plan.schedule_spec().make(plan.num_micro_batches).repeated)
         waiting = f", {early} times while its rank would wait" * bool(early)
         lines.append(

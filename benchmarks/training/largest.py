@@ -39,7 +39,8 @@ MICRO_BATCHES = 8
 VOCABULARY, LENGTH, FILTERS = 256, 128, 32
 KERAS = ("plain", "accumulated", "ours 1", "ours 1 again", "ours 4", "ours 4 again")
 TORCH = ("torch 1", "torch 4", "torch 4 again")
-ON_TWO = ("ours 2", "ours 2 again", "torch 2", "torch 2 again")  # if asked for
+# If asked for; V schedules have two stages on each rank.
+OTHERS = ("ours 2", "ours 2 again", "ours 4 v-half", "ours 4 v-min", "torch 2", "torch 2 again")
 
 
 class Subject(NamedTuple):
@@ -147,9 +148,10 @@ def train_keras(system: str, name: str, depth: int, rows: int) -> dict[str, Any]
     rows, planned = len(x), None
     model = keras_model(name, depth)
     if system.startswith("ours"):
+        schedule = next((word for word in system.split() if word.startswith("v-")), "1f1b")
         model = tnt.PipelineModel(
-            model, tnt.get_size(), MICRO_BATCHES, batch_size=rows, schedule="1f1b",
-            recompute="all" if "again" in system else None,
+            model, tnt.get_size() * (1 + (schedule != "1f1b")), MICRO_BATCHES, batch_size=rows,
+            schedule=schedule, recompute="all" if "again" in system else None,
         )  # fmt: skip
         planned = max(model.plan.rank_bytes(tnt.get_size()))
         model.compile("adam", loss)
@@ -310,7 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--torch-path", default="", help="a folder that torch is installed in")
     parser.add_argument("--models", nargs="+", default=list(SUBJECTS), choices=SUBJECTS)
-    parser.add_argument("--systems", nargs="+", choices=(*KERAS, *TORCH, *ON_TWO))
+    parser.add_argument("--systems", nargs="+", choices=(*KERAS, *TORCH, *OTHERS))
     parser.add_argument("--limit", type=float, default=2048, help="MiB for each process")
     parser.add_argument("--at", type=int, help="measure this depth alone")
     parser.add_argument("--group", default="", help="where to make a control group of this limit")

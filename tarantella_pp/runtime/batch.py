@@ -143,6 +143,10 @@ class Need:
     replica: int = 0  # its replica, whose samples it gets
     targets: bool = False  # whether it gets targets and sample weights
 
+    def inputs_of(self, count: int) -> Sequence[int]:
+        """The positions of the inputs that it gets, out of `count`."""
+        return range(count) if self.inputs is None else self.inputs
+
 
 def needs_of_ranks(
     inputs: Sequence[Sequence[int]], placement: Sequence[int], groups: ProcessGroups

@@ -98,7 +98,7 @@ class DataFeed:
         for order in orders:
             own = order[self.shares(len(order))[self.replica].own_rows]
             inputs, targets = self._own_parts(arrays, own, order)
-            wanted = self._wanted(self._need, len(inputs))
+            wanted = self._need.inputs_of(len(inputs))
             yield self._batch(len(order), {i: inputs[i] for i in wanted}, targets, signature)
 
     def _own_parts(
@@ -106,7 +106,7 @@ class DataFeed:
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """This rank's parts of a batch: all model inputs, and the targets and their weights."""
         inputs, targets = [], []
-        if self._need.inputs:
+        if self._need.inputs != ():
             inputs = self.standardize(arrays.inputs(own))
         if self._need.targets:
             targets = [leaf for part in arrays.targets(order) for leaf in describe(part)[1]]
@@ -162,7 +162,7 @@ class DataFeed:
             """Which inputs a rank gets from a reader, and which of that one's rows."""
             rows = shares[need.replica].own_rows
             gets = place == _source(need, readers)
-            wanted = self._wanted(need, len(specs)) if gets else ()
+            wanted = need.inputs_of(len(specs)) if gets else ()
             return wanted, slice(rows.start - begins[place], rows.stop - begins[place])
 
         requests = {}
@@ -188,7 +188,7 @@ class DataFeed:
                     self.communicator.send(arrays, rank, _DATA_TAG, label="data")
         for place, request in requests.items():
             received[place] = [to_tensor(array) for array in request.wait()]
-        wanted, source = self._wanted(self._need, len(specs)), _source(self._need, readers)
+        wanted, source = self._need.inputs_of(len(specs)), _source(self._need, readers)
         inputs = dict(zip(wanted, received[source], strict=False))
         received[source] = received[source][len(wanted) :]
         targets = [tf.concat(each, 0) for each in zip(*received, strict=True)]
@@ -214,10 +214,6 @@ class DataFeed:
                 "dimension of all tensors in it: train on one rank, with num_micro_batches=1. "
                 f"Received: shapes {[[*t.shape] for t in tensors]}"
             )
-
-    def _wanted(self, need: Need, count: int) -> Sequence[int]:
-        """The inputs that a rank gets, out of `count`; with steps of the user's own it is all."""
-        return range(count) if need.inputs is None else need.inputs
 
     def _batch(
         self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any], signature: bytes

@@ -168,8 +168,10 @@ def best_cut(blocks: Blocks, prices: Prices) -> Cut | None:
     bound, path = found
     paths = [path]
     if prices.price is not None:
-        bound, path = _Paths(blocks.ideals, prices, LEAST).shortest(bound) or found
-        paths.append(path)
+        lower = _Paths(blocks.ideals, prices, LEAST).shortest(bound)
+        if lower is not None:
+            bound, path = lower
+            paths.append(path)
     method = f"shortest path over {len(blocks.ideals)} down-sets"
     return Cut(tuple(map(blocks.ideals.assignment, paths)), bound, method)
 

@@ -299,8 +299,9 @@ class _Reader:
         by_rule = is_known_by_rule(node.operation, given)
         self._visits[id(node)] += 1
         visit = id(node), self._visits[id(node)]
-        new = LayerInside(node, given, self._looked)
-        inside = self._looked.insides.setdefault(visit, new)  # looked into once for all readings
+        if visit not in self._looked.insides:  # it is looked into once for all readings
+            self._looked.insides[visit] = LayerInside(node, given, self._looked)
+        inside = self._looked.insides[visit]
         if (parts := self._parts_wanted(node, path)) > 1:
             return self._read_cut(node, parts, bindings, path)
         opened = None if self._limits is None else inside.opened(self._limits, path)

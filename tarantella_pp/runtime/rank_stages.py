@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -101,28 +101,36 @@ class RankStages(dict[int, Stage]):
         self.forget_kept()
 
         def run() -> None:
-            for boundary in self.boundaries:
-                self._try(boundary, step)
+            trials = [trial for each in self.boundaries for trial in self._trace(each, step)]
+            while trials:  # they take long: on all ranks at once; each frees its memory
+                trials.pop(0)()
 
         with self._forward_state.measuring(step.training) as self._measures:
-            on_all_ranks(self._groups.peers, "run its stages", run)
+            on_all_ranks(self._groups.world, "run its stages", run)
         refuse_unlike(self._groups, [x for probe in self.probes.values() for x in probe.constants])
         self._tried.add((step.training, len(step.batch.share.sizes) > 1))
 
-    def _try(self, boundary: stage_boundary.StageBoundary, step: BatchStep) -> None:
-        """Runs a stage where it is, and passes on what it gives if it can run."""
+    def _trace(
+        self, boundary: stage_boundary.StageBoundary, step: BatchStep
+    ) -> list[Callable[[], object]]:
+        """Traces a stage where it is, and passes on what it gives; returns its trials."""
         index = boundary.index
         outputs: list[tf.Tensor] = []
+        trials: list[Callable[[], object]] = []
 
         def run() -> list[tuple[str, Sequence[int]]]:
             inputs = [*step.data(index, 0), *self._arrived.pop(index, ())]
-            outputs[:] = self.probes[index].examine(
+            outputs[:], trial = self.probes[index].examine(
                 step.sizes[0], len(step.batch.share.sizes), inputs,
                 lambda: (step.data(index, i) for i in range(1, len(step.sizes))),
                 training=step.training,
             )  # fmt: skip
+            trials.append(trial)
             if self._measures:
-                self[index].run_once(inputs, step.share(0), step.training)
+                share, training = step.share(0), step.training
+                trials.append(lambda: self[index].run_once(inputs, share, training))
+            elif step.training:  # traced on all ranks at once, too
+                trials.append(lambda: self[index].passes.for_inputs(inputs))
             return [(output.dtype.name, output.shape.as_list()) for output in outputs]
 
         made = on_one_rank(self._groups.pipeline, self._placement[index], f"run stage {index}", run)
@@ -133,6 +141,7 @@ class RankStages(dict[int, Stage]):
         # Messages go only after all ranks know that the stage can run: none is left under way.
         for edge in boundary.sends:
             self._pass_on(edge, [values[tensor] for tensor in edge.tensors if values], step)
+        return trials
 
     def _pass_on(
         self, edge: stage_boundary.StageEdge, values: list[tf.Tensor], step: BatchStep

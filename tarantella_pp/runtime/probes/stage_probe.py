@@ -80,8 +80,11 @@ class StageProbe:
         following: Callable[[], Iterable[Sequence[tf.Tensor]]],
         *,
         training: bool,
-    ) -> list[tf.Tensor]:
-        """Tries the stage out with a micro-batch, and others if it is small; changes nothing."""
+    ) -> tuple[list[tf.Tensor], Callable[[], None]]:
+        """Traces the stage; returns what it hands on, and what tries it out.
+
+        It is tried with a micro-batch, and others if it is small. Nothing changes.
+        """
         first = samples_first(inputs, self._axes)
         trace = self._trace(training, rows, first, num_micro_batches)
         refuse_effects(trace.function, self.module.layer, num_micro_batches, self.is_plain)
@@ -105,20 +108,13 @@ class StageProbe:
         if training:
             self._refuse_lost(trace, num_micro_batches > self.num_replicas)
             self._find_late(trace, num_micro_batches)
-        if num_micro_batches > 1:
-            samples = self._enough(rows, first, following())
-            samples = samples.of(slice(0, min(samples.rows, trace.most_samples)))
-            self._refuse_sizes(trace, first)
-            try:
-                self._refuse_coupled(trace, samples)
-            except UnsupportedModelError:
-                # A unit of ReLU that is zero but for rounding, which is another in another shape,
-                # is not so again with samples that are a little larger.
-                self._refuse_coupled(trace, samples.changed(_larger))
-            except tf.errors.InvalidArgumentError as error:  # one that takes no few samples
-                raise _takes_no_parts(error, self.module.layer) from error
-            self.module.means[training] = _metric_means(trace, samples, self.num_replicas)
-        return trace.outputs(first) if self.module.boundary.sends else []
+
+        def try_out() -> None:
+            if num_micro_batches > 1:
+                self._refuse_sizes(trace, first)
+                self._refuse_parts(trace, self._enough(rows, first, following()))
+
+        return trace.outputs(first) if self.module.boundary.sends else [], try_out
 
     def factors(self, training: bool, share: float) -> tf.Tensor:
         """What the added losses of a micro-batch count in the loss of the batch."""
@@ -184,6 +180,18 @@ class StageProbe:
                 f"replicas). {UNCUT}, or read it before its layer is called."
             )
         self.module.statistics.waits = False
+
+    def _refuse_parts(self, trace: ProbeTrace, samples: Samples) -> None:
+        samples = samples.of(slice(0, min(samples.rows, trace.most_samples)))
+        try:
+            self._refuse_coupled(trace, samples)
+        except UnsupportedModelError:
+            # A unit of ReLU that is zero but for rounding, which is another in another shape,
+            # is not so again with samples that are a little larger.
+            self._refuse_coupled(trace, samples.changed(_larger))
+        except tf.errors.InvalidArgumentError as error:  # one that takes no few samples
+            raise _takes_no_parts(error, self.module.layer) from error
+        self.module.means[trace.training] = _metric_means(trace, samples, self.num_replicas)
 
     def _refuse_coupled(self, trace: ProbeTrace, samples: Samples) -> None:
         for found in trace.both_ways(samples):

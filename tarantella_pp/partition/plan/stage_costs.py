@@ -67,10 +67,6 @@ class StageCostModel:
 
     @cached_property
     def _backward(self) -> peak_memory.BackwardPass:
-        return peak_memory.BackwardPass(self.keeping)
-
-    @cached_property
-    def _backward_of_all(self) -> peak_memory.BackwardPass:
         return peak_memory.BackwardPass(self.graph)
 
     @cached_property
@@ -137,9 +133,8 @@ class StageCostModel:
         parameters = sum(weight.bytes for weight in weights if weight.trainable)
         kept, size, whole = self._kept(ids, again=self.config.recomputes(stage))
         received, sent, returned = self._messages(cuts, stage, kept)
-        backward = self._backward.bytes(ids, rows)
         repeated = max(0, whole - size)
-        again, share = self._again(nodes, stage, repeated, backward)
+        again, share, backward = self._again(ids, stage, repeated)
         waiting = self._waiting_for_w(ids, stage, cuts)
         # While one runs backward, the others wait for their W.
         others = self.held_again[stage].micro_batches - 1 if waiting else 0
@@ -204,23 +199,23 @@ class StageCostModel:
         window, in_flight = None if shapes else self.config.send_window, self.in_flight[stage]
         return peak_memory.message_bytes(cuts, stage, in_flight, names, self.config.sent, window)
 
-    def _again(
-        self, nodes: Sequence[Node], stage: int, repeated: int, backward: int
-    ) -> tuple[int, float]:
-        """Returns bytes that recomputing adds to backward passes, and its share of the forward."""
-        if not self.config.recomputes(stage):
-            return 0, 0.0
-        again = [self.repeating.nodes[node.id] for node in nodes]
+    def _again(self, ids: Sequence[int], stage: int, repeated: int) -> tuple[int, float, int]:
+        """Returns bytes that recomputing adds, its share of the forward, and bytes of a B."""
         # What runs again for later operations is there for its own gradient, too: nothing of it is
-        # made a third time.
-        more = self._backward_of_all.bytes([node.id for node in nodes], self.rows, again)
+        # made a third time. Cheap results do in all stages.
+        usual = self._backward.bytes(ids, self.rows, [self.keeping.nodes[i] for i in ids])
+        if not self.config.recomputes(stage):
+            return 0, 0.0, usual
+        again = [self.repeating.nodes[i] for i in ids]
         times = [node.flops if self.seconds is None else self.seconds[node.id][0] for node in again]
         parts = [seconds * node.repeated for seconds, node in zip(times, again, strict=True)]
         share = min(1.0, sum(parts) / sum(times)) if sum(times) else 1.0
         # Until their W is done it is there of those whose B is, or whose R.
         count, is_whole = self.held_again[stage]
-        last = 0 if is_whole else max(0, more - backward) - repeated
-        return count * repeated + last, share
+        if is_whole:
+            return count * repeated, share, usual
+        more = self._backward.bytes(ids, self.rows, again)
+        return (count - 1) * repeated + max(0, more - usual), share, min(more, usual)
 
     def _waiting_for_w(self, ids: Sequence[int], stage: int, cuts: Sequence[CutEdge]) -> int:
         """Returns bytes of gradients of products that a B leaves to its W."""

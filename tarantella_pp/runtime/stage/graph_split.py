@@ -230,9 +230,15 @@ def _least(
     needed = [tensor.ref() for tensor in read if not is_there(tensor)]
     used, above = graph_functions.frontier(read, lambda t: is_there(t) or t.ref() in begin)
     made_once = {tensor.op for tensor in used if tensor.ref() in begin} - above
+    # Gradients ask late for what is known early, such as the shape of a tensor.
+    late = min(map(sides.order.__getitem__, sides.after), default=len(sides.order))
+    places: dict[tf.Operation, int] = {}
+    for op in sorted(above | made_once, key=sides.order.__getitem__):
+        given = [places[tensor.op] for tensor in op.inputs if tensor.op in places]
+        places[op] = max(given) if given and sides.order[op] > late else sides.order[op]
     parts = [
         (one, flops_per_byte(op) if op in above else 0.0)
-        for op in sorted(above | made_once, key=sides.order.__getitem__)
+        for op in sorted(places, key=places.__getitem__)
         for one in operations_of(op, lambda t: t.ref(), only_on_weights)
     ]
     operations, prices = [one for one, _ in parts], [price for _, price in parts]

@@ -59,6 +59,18 @@ def test_gradients_wait_for_other_branches_and_frozen_layers_have_none():
     assert peak_memory.BackwardPass(READ["frozen_start"]).bytes(range(2), 5) == 0
 
 
+def test_cheap_results_that_are_made_again_of_one_another_are_there_at_once():
+    sizes = []
+    for count in (2, 6):
+        graph = graph_of(dense(), *[layers.Activation("sigmoid") for _ in range(count)], dense())
+        costs = costs_of(graph, 1000, slots=[0] * len(graph.weights), flops_per_byte=1e3)
+        (stage,) = costs.stages([0] * len(graph.nodes))
+        sizes.append((stage.activation_bytes, stage.working_bytes))
+    (kept, few), (same, many) = sizes
+    assert kept == same
+    assert many - few == 4 * 1000 * 16 * 4
+
+
 @pytest.mark.parametrize(("count", "copies"), [(3, 3), (5, 5), (9, 5)])
 def test_an_update_has_temporaries_of_a_few_variables(count, copies):
     graph = graph_of(*[dense() for _ in range(count)])

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import keras
@@ -95,6 +96,15 @@ def test_rules_say_what_a_traced_backward_pass_keeps(name):
         assert stage.activation_bytes == pytest.approx(kept, rel=0.12, abs=100), worth
         every.append(kept)
     assert every[1] <= every[0]
+
+
+def test_a_stage_that_makes_all_again_does_so_part_by_part():
+    convolutions = [layers.Conv2D(4, 3, padding="same", activation="relu") for _ in range(40)]
+    extracted = extract(chain((8, 8, 4), *convolutions))
+    (stage,) = costs_of(extracted.graph, 4, flops_per_byte=math.inf).stages([0] * 40)
+    kept, one = traced_bytes(extracted, 4, math.inf), 4 * 8 * 8 * 4 * 4
+    assert 3 * one <= kept <= 8 * one
+    assert stage.activation_bytes == pytest.approx(kept, abs=one)
 
 
 OPTIMIZERS = {

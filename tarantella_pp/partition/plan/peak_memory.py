@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tarantella_pp.partition.graph.ideals import Array
-from tarantella_pp.partition.graph.layer_graph import LOOKUPS, LayerGraph, Node, Weight
+from tarantella_pp.partition.graph.layer_graph import LOOKUPS, LayerGraph, Weight
 from tarantella_pp.partition.graph.units import item_bytes, wire_bytes
 from tarantella_pp.partition.plan.plan_parts import CutEdge, OutputUse, PlanConfig
 
@@ -100,11 +100,10 @@ class BackwardPass:
         ]
         return [(t.id, n, t.bytes_per_sample) for t, n in found if t.has_gradient or not gradients]
 
-    def bytes(self, nodes: Sequence[int], rows: int, recomputing: Sequence[Node] = ()) -> int:
+    def bytes(self, nodes: Sequence[int], rows: int, missing: Missing | None = None) -> int:
         """Returns the most that is there at a time.
 
-        `recomputing` are the same nodes, with what they keep: the rest is made when the first
-        operation needs it, with all that leads there.
+        What is missing is made when the first operation needs it, with all that leads there.
         """
         count, order = len(self._graph.nodes), np.array(nodes)[::-1]
         there = np.zeros(count, bool)
@@ -120,10 +119,8 @@ class BackwardPass:
         # The gradient of an activation function is written over its result.
         freed, results = firsts(self._goes)
         more = rows * (sum(firsts(self._comes)) - results)
-        if recomputing:
-            usual = [self._graph.nodes[node] for node in nodes]
-            missing = _Missing(self._graph, usual, recomputing)
-            more = more + [rows * missing.made_for(node) for node in reversed(usual)]
+        if missing is not None:
+            more = more + rows * np.array(missing.made_for(order.tolist(), there))
         inside = rows * self._inside[order]
         gone = rows * (sum(firsts(self._ends)) + freed) + inside
         before = np.concatenate([[0.0], np.cumsum(more - gone)[:-1]])
@@ -131,36 +128,52 @@ class BackwardPass:
         return math.ceil(max(0.0, float(most)))
 
 
-class _Missing:
-    """What a stage that recomputes does not keep of what its backward pass needs."""
+class Missing:
+    """What stages of a graph whose nodes keep less do not keep of what backward passes need."""
 
-    def __init__(
-        self, graph: LayerGraph, nodes: Sequence[Node], recomputing: Sequence[Node]
-    ) -> None:
-        self._graph = graph
-        there = {graph.storage(t) for node in recomputing for t in node.keeps}
-        needed = {graph.storage(t) for node in nodes for t in node.keeps}
-        made = {graph.storage(t): node for node in nodes for t in node.outputs}
-        # Without its inputs a stage makes nothing again.
-        self._makers = {t: node for t, node in made.items() if t not in there}
+    def __init__(self, graph: LayerGraph, again: LayerGraph) -> None:
+        def stored(tensors: Iterable[int]) -> set[int]:
+            return set(map(graph.storage, tensors))
+
+        there = set[int]().union(*(stored(node.keeps) for node in again.nodes))
+        needed = set[int]().union(*(stored(node.keeps) for node in graph.nodes))
+        self._makers = {t: n.id for n in graph.nodes for t in stored(n.outputs) - there}
         self._sizes = {
             t: graph.tensors[t].bytes_per_sample if t in needed else 0 for t in self._makers
         }
-        self._inside = {
-            usual.id: max(0.0, usual.residual_bytes - one.residual_bytes)
-            for usual, one in zip(nodes, recomputing, strict=True)
-        }
+        self._inside = [
+            max(0.0, usual.residual_bytes - one.residual_bytes)
+            for usual, one in zip(graph.nodes, again.nodes, strict=True)
+        ]
+        missing = self._makers.keys()
+        self._read = [missing & stored(node.inputs) for node in graph.nodes]
+        self._needed = [missing & stored(node.keeps) for node in graph.nodes]
 
-    def made_for(self, node: Node) -> float:
-        """Bytes of a sample that are made for the backward pass of a node, and not there yet."""
-        size = self._inside.pop(node.id, 0.0)
-        todo = [*node.keeps, *(node.inputs if size else ())]
-        while todo:
-            tensor = self._graph.storage(todo.pop())
-            if (maker := self._makers.pop(tensor, None)) is not None:
-                size += self._sizes[tensor] + self._inside.pop(maker.id, 0.0)
-                todo += maker.inputs
-        return size
+    def made_for(self, nodes: Iterable[int], there: Array) -> list[float]:
+        """Bytes of a sample that are made for the backward pass of nodes, one after the other.
+
+        Without its inputs a stage, whose nodes are there, makes nothing again.
+        """
+        made, run = set[int](), set[int]()
+
+        def insides(node: int) -> float:
+            size = 0.0 if node in run else self._inside[node]
+            run.add(node)
+            return size
+
+        def of(node: int) -> float:
+            size = insides(node)
+            todo = [*self._needed[node], *(self._read[node] if size else ())]
+            while todo:
+                tensor = todo.pop()
+                maker = self._makers[tensor]
+                if tensor not in made and there[maker]:
+                    made.add(tensor)
+                    size += self._sizes[tensor] + insides(maker)
+                    todo += self._read[maker]
+            return size
+
+        return [*map(of, nodes)]
 
 
 def update_bytes(graph: LayerGraph, weights: Iterable[Weight], slots: Sequence[int]) -> int:

@@ -70,6 +70,14 @@ class StageCostModel:
         return peak_memory.BackwardPass(self.graph)
 
     @cached_property
+    def _cheap(self) -> peak_memory.Missing:
+        return peak_memory.Missing(self.graph, self.keeping)
+
+    @cached_property
+    def _dear(self) -> peak_memory.Missing:
+        return peak_memory.Missing(self.graph, self.repeating)
+
+    @cached_property
     def reduced(self) -> list[list[float]]:
         """Bytes in which each variable travels between replicas, where another trains it or not."""
         return [peak_memory.reduction_bytes(self.graph, self.config, one) for one in (0.0, 1.0)]
@@ -203,7 +211,7 @@ class StageCostModel:
         """Returns bytes that recomputing adds, its share of the forward, and bytes of a B."""
         # What runs again for later operations is there for its own gradient, too: nothing of it is
         # made a third time. Cheap results do in all stages.
-        usual = self._backward.bytes(ids, self.rows, [self.keeping.nodes[i] for i in ids])
+        usual = self._backward.bytes(ids, self.rows, self._cheap)
         if not self.config.recomputes(stage):
             return 0, 0.0, usual
         again = [self.repeating.nodes[i] for i in ids]
@@ -214,7 +222,7 @@ class StageCostModel:
         count, is_whole = self.held_again[stage]
         if is_whole:
             return count * repeated, share, usual
-        more = self._backward.bytes(ids, self.rows, again)
+        more = self._backward.bytes(ids, self.rows, self._dear)
         return (count - 1) * repeated + max(0, more - usual), share, min(more, usual)
 
     def _waiting_for_w(self, ids: Sequence[int], stage: int, cuts: Sequence[CutEdge]) -> int:

@@ -1,4 +1,4 @@
-"""Memory of each rank as planned, against what it really is: eight models on 1 to 4 stages.
+"""Memory of each rank as planned, against what it really is: nine models on 1 to 4 stages.
 
     python benchmarks/planning/memory.py
     python benchmarks/planning/memory.py --models mlp cnn --stages 2 --recompute all
@@ -53,6 +53,7 @@ from rich.table import Table
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from benchmarks.sized_models import gpt, lstm, mlp, plain_cnn, resnet, transformer, unet
+from benchmarks.training.largest import keras_model
 from tests.zoo.message_memory import MessageMemory
 
 STEP = "training step"
@@ -79,6 +80,7 @@ SUBJECTS = {
     "language": Subject(functools.partial(lstm, 8000, 48, 256, 4), 48),
     "resnet": Subject(resnet, 16),
     "tied": Subject(functools.partial(gpt, 4000, 32, 256, 4, 4, 0.0, tied=True), 16),
+    "residual": Subject(functools.partial(keras_model, "resnet", 23), 64, 8),
 }
 
 

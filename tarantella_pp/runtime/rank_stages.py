@@ -127,8 +127,7 @@ class RankStages(dict[int, Stage]):
             )  # fmt: skip
             trials.append(trial)
             if self._measures:
-                share, training = step.share(0), step.training
-                trials.append(lambda: self[index].run_once(inputs, share, training))
+                trials.append(lambda: self[index].run_once(inputs, step.share(0), step.training))
             elif step.training:  # traced on all ranks at once, too
                 trials.append(lambda: self[index].passes.for_inputs(inputs))
             return [(output.dtype.name, output.shape.as_list()) for output in outputs]

@@ -120,7 +120,7 @@ class BackwardPass:
         freed, results = firsts(self._goes)
         more = rows * (sum(firsts(self._comes)) - results)
         if missing is not None:
-            more = more + rows * np.array(missing.made_for(order.tolist(), there))
+            more = more + rows * np.array(missing.made_for(order.tolist()))
         inside = rows * self._inside[order]
         gone = rows * (sum(firsts(self._ends)) + freed) + inside
         before = np.concatenate([[0.0], np.cumsum(more - gone)[:-1]])
@@ -138,38 +138,34 @@ class Missing:
         there = set[int]().union(*(stored(node.keeps) for node in again.nodes))
         needed = set[int]().union(*(stored(node.keeps) for node in graph.nodes))
         self._makers = {t: n.id for n in graph.nodes for t in stored(n.outputs) - there}
-        self._sizes = {
+        self._sizes: dict[int, float] = {
             t: graph.tensors[t].bytes_per_sample if t in needed else 0 for t in self._makers
         }
-        self._inside = [
-            max(0.0, usual.residual_bytes - one.residual_bytes)
-            for usual, one in zip(graph.nodes, again.nodes, strict=True)
-        ]
-        missing = self._makers.keys()
-        self._read = [missing & stored(node.inputs) for node in graph.nodes]
+        missing = set(self._makers)
         self._needed = [missing & stored(node.keeps) for node in graph.nodes]
+        self._read = [missing & stored(node.inputs) for node in graph.nodes]
+        for usual, one in zip(graph.nodes, again.nodes, strict=True):
+            # What it has inside is a value that it makes with all others.
+            if (size := usual.residual_bytes - one.residual_bytes) > 0:
+                inside = -1 - usual.id
+                self._makers[inside], self._sizes[inside] = usual.id, size
+                self._needed[usual.id].add(inside)
+                self._read[usual.id].add(inside)
 
-    def made_for(self, nodes: Iterable[int], there: Array) -> list[float]:
+    def made_for(self, nodes: Sequence[int]) -> list[float]:
         """Bytes of a sample that are made for the backward pass of nodes, one after the other.
 
-        Without its inputs a stage, whose nodes are there, makes nothing again.
+        Without its inputs a stage, which has these nodes, makes nothing again.
         """
-        made, run = set[int](), set[int]()
-
-        def insides(node: int) -> float:
-            size = 0.0 if node in run else self._inside[node]
-            run.add(node)
-            return size
+        there, made = set(nodes), set[int]()
 
         def of(node: int) -> float:
-            size = insides(node)
-            todo = [*self._needed[node], *(self._read[node] if size else ())]
+            size, todo = 0.0, [*self._needed[node]]
             while todo:
-                tensor = todo.pop()
-                maker = self._makers[tensor]
-                if tensor not in made and there[maker]:
-                    made.add(tensor)
-                    size += self._sizes[tensor] + insides(maker)
+                value = todo.pop()
+                if value not in made and (maker := self._makers[value]) in there:
+                    made.add(value)
+                    size += self._sizes[value]
                     todo += self._read[maker]
             return size
 

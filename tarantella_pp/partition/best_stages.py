@@ -279,14 +279,15 @@ class StageMemory:
             for weight in weights
         }
 
-    def _price(self, begin: int, end: int, stage: int) -> tuple[float, float]:
+    def _price(self, begin: int, end: int, stage: int) -> tuple[float, float, float]:
         costs, options, last = self._costs, self._costs.config, self._costs.config.num_stages - 1
         bits = end & ~begin
         packed = np.frombuffer(bits.to_bytes(-(-bits.bit_length() // 8), "little"), np.uint8)
         nodes = np.flatnonzero(np.unpackbits(packed, bitorder="little")).tolist()
         users = self._stages_of_weights(nodes, begin, end, stage)
         received, sent = self._messages(nodes, begin, end, stage)
-        size = costs.stage(nodes, stage, (*received, *sent), users).memory_bytes
+        found, shared = costs.stage(nodes, stage, (*received, *sent), users)
+        size = found.memory_bytes
         arriving = [[options.sent(cut) + cut.mask_bytes for cut in received]]
         arriving += [[options.sent(cut) for cut in sent if cut.has_gradient]]
         together = [sum(sizes) for sizes in arriving]
@@ -296,7 +297,9 @@ class StageMemory:
             all_ if one else max(sizes, default=0)
             for all_, sizes, one in zip(together, arriving, alone, strict=True)
         ]
-        return size, size - max(together) + max(apart)
+        # With an R it is the larger of two sums, of which stages around it may have less.
+        shared *= not costs.held_again[stage].whole
+        return size, size - max(together) + max(apart), shared
 
     def _stages_of_weights(
         self, nodes: Sequence[int], begin: int, end: int, stage: int

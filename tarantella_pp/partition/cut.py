@@ -6,8 +6,8 @@
     stage 2                                               |-------->|
 
 A plan is a path; its value is the price of its dearest stage. What adds up over operations, which
-is quick, tells of most stages that they are too dear: these are never priced. Of paths of equal
-value the one that cuts the fewest bytes is taken.
+is quick, and what is known of their parts tell of most stages that they are too dear: these are
+never priced. Of paths of equal value the one that cuts the fewest bytes is taken.
 
 Where the down-sets are too many to be listed, those along some topological orders are taken, then
 those around the best plan, until that does not get better. There lines through the prices of some
@@ -39,8 +39,9 @@ ROUNDS, PRICED_ROUNDS, DRAWS = 12, 3, 3
 # the best by the lines before these may be.
 FITS, SAMPLES, NEAR = 3, 60, 1.1
 # Prices a stage between two down-sets, whose operations are bits, again and again. The second
-# number is what it costs at the least whatever the others are.
-Price = Callable[[int, int, int], tuple[float, float]]
+# number is what it costs at the least whatever the others are, the third what it and all stages
+# around it cost at the least besides `once`.
+Price = Callable[[int, int, int], tuple[float, float, float]]
 Indices = npt.NDArray[np.intp]
 
 # Of the two prices of a stage, which counts.
@@ -276,6 +277,7 @@ class _Paths:
     def __init__(self, ideals: Ideals, prices: Prices, which: int | None) -> None:
         self._ideals, self._prices, self._which = ideals, prices, which
         self._once, self._each = ideals.sums(prices.once), ideals.sums(prices.each)
+        self._state = ideals.sums(prices.memory.once)
         self._running = prices.running(ideals)
         self._memory = None if prices.limits is None else prices.limits[0].running(ideals)
 
@@ -292,19 +294,20 @@ class _Paths:
     def value(self, path: Sequence[int]) -> float:
         """Returns the price of the dearest stage of a path."""
         steps = enumerate(itertools.pairwise(path))
-        return max(self.price(begin, end, stage) for stage, (begin, end) in steps)
+        return max(self.price(begin, end, stage)[0] for stage, (begin, end) in steps)
 
-    def price(self, begin: int, end: int, stage: int) -> float:
-        """Prices a stage."""
-        price = self._once[end] - self._once[begin]
+    def price(self, begin: int, end: int, stage: int) -> tuple[float, float]:
+        """Prices a stage, and says what all around it cost, too; see `Price`."""
+        price, shared = self._once[end] - self._once[begin], 0.0
         price += self._prices.times[stage] * (self._each[end] - self._each[begin])
         price_of, limits = self._prices.price, self._prices.limits
         if self._which is not None and price_of is not None:
-            memory = price_of(self._ideals.sets[begin], self._ideals.sets[end], stage)[self._which]
+            *both, shared = price_of(self._ideals.sets[begin], self._ideals.sets[end], stage)
+            memory = both[self._which]
             if limits is not None and memory > limits[1][stage]:
-                return math.inf
+                return math.inf, shared
             price = max(price, memory) if self._prices.weighs else price
-        return float(price)
+        return float(price), shared
 
     def near(self, cap: float) -> list[list[tuple[int, int]]]:
         """Returns stages, by the sets between which they lie, of paths that are not above a cap."""
@@ -380,17 +383,33 @@ class _Paths:
         """Returns what the dearest stage costs up to each end of a stage, and where it begins."""
         begins, ends = windows[stage : stage + 2]
         behind, origin = np.full(len(ends), np.inf), np.zeros(len(ends), np.intp)
-        for column, end in enumerate(ends.tolist()):
-            lows = least[:, column]
-            order = np.flatnonzero(lows <= cap)
-            for row in order[np.argsort(lows[order], kind="stable")].tolist():
-                best = behind[column]
-                # A path is as dear as what still has to come, however cheap it was.
-                if lows[row] >= best or best <= ahead[column]:
+        limits, inside, state = self._prices.limits, self._ideals.inside, self._state
+        most = math.inf if limits is None else limits[1][stage] + ROUNDING
+        # What is known of stages from each beginning, by those priced up to the last end.
+        known, last = np.zeros(len(begins)), 0
+        for column in np.flatnonzero(least.min(axis=0) <= cap).tolist():
+            end, comes = int(ends[column]), ahead[column]
+            known, last = known * inside[last, end], end
+            rows = np.flatnonzero(least[:, column] <= cap)
+            rows = rows[np.argsort(least[rows, column], kind="stable")]
+            # A path is as dear as what still has to come, however cheap it was.
+            lows = np.maximum(least[rows, column], comes)
+            best = min(cap, math.nextafter(math.inf, 0)), len(rows)
+            while True:
+                memory = state[end] - state[begins[rows]] + known[rows]
+                lows[memory > most] = np.inf
+                lows = np.maximum(lows, memory * self._prices.weighs)
+                place = int(lows.argmin())
+                if (lows[place], place) >= best:
                     break
-                price = max(reached[row], self.price(int(begins[row]), end, stage))
-                if price < best and price <= cap:
+                row, lows[place] = int(rows[place]), np.inf
+                price, shared = self.price(int(begins[row]), end, stage)
+                price = max(reached[row], price)
+                if (max(price, comes), place) < best:
+                    best = max(price, comes), place
                     behind[column], origin[column] = price, row
+                around = inside[begins, begins[row]] | (begins == begins[row])
+                np.maximum(known, shared, out=known, where=around)
         return behind, origin
 
     def fewest_cut(self, value: float, path: list[int]) -> list[int]:

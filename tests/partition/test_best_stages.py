@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import PlanError
-from tarantella_pp.partition.best_stages import wires
-from tarantella_pp.partition.graph import ideals
+from tarantella_pp.partition.best_stages import StageMemory, state_sums, wires
+from tarantella_pp.partition.graph import ideals, least_kept
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.planner import Planner
 from tests.helpers.pictured import graphs
 
 
 def sized(graph, tensors, weights, flops, integers, group):
-    """A graph of these sizes, each operation keeping what it reads; a group shares a state."""
+    """These sizes; all keep what they read, those without FLOPs are cheap; a group has a state."""
     whole = {"dtype": "int32", "has_gradient": False}
     shared = min(group, default=0)
     return msgspec.structs.replace(
@@ -28,8 +28,10 @@ def sized(graph, tensors, weights, flops, integers, group):
             msgspec.structs.replace(
                 node, keeps=node.inputs, flops=flops[node.id],
                 weights=(shared,) if node.id in group else node.weights,
+                operations=(least_kept.Operation(node.inputs, ((node.id + 1, 4.0 * size),), 0.0),)
+                * (not flops[node.id]), needed=node.inputs * (not flops[node.id]),
             )
-            for node in graph.nodes
+            for node, size in zip(graph.nodes, tensors[1:], strict=True)
         ),
         tensors=tuple(
             msgspec.structs.replace(
@@ -122,6 +124,19 @@ def test_no_plan_needs_less(problem, turn):
         costs = planner.costs(options)
         fewest = min(cut(costs, one) for one in equal)
         assert cut(costs, found.assignment) == pytest.approx(fewest)
+
+
+@given(problems(balances=("memory",)))
+def test_a_stage_costs_no_less_than_is_known_of_its_parts(problem):
+    planner, options, _ = problem
+    costs, chain = planner.costs(options), planner.blocks.along([range(len(planner.blocks))])
+    once, price, last = chain.sums(state_sums(costs)), StageMemory(costs).price, len(chain) - 1
+    spans = itertools.combinations_with_replacement(range(last + 1), 4)
+    for stage, (a, b, c, d) in itertools.product(range(options.num_stages), spans):
+        inner = stage > 0, stage < options.num_stages - 1
+        if b < c and (a > 0, d < last) == (b > 0, c < last) == inner:
+            known = once[d] - once[a] + price(chain.sets[b], chain.sets[c], stage)[2]
+            assert known <= price(chain.sets[a], chain.sets[d], stage)[1] * (1 + 1e-9)
 
 
 @settings(max_examples=30, deadline=None)

@@ -129,20 +129,21 @@ class StageCostModel:
         nodes: list[list[int]] = [[] for _ in self.in_flight]
         for node, stage in enumerate(assignment):
             nodes[stage].append(node)
-        return tuple(self.stage(own, stage, cuts, users) for stage, own in enumerate(nodes))
+        return tuple(self.stage(own, stage, cuts, users)[0] for stage, own in enumerate(nodes))
 
     def stage(
         self, ids: Sequence[int], stage: int, cuts: Sequence[CutEdge], users: peak_memory.Users
-    ) -> StagePlan:
-        """Returns what one stage costs."""
+    ) -> tuple[StagePlan, int]:
+        """Returns what one stage costs, and bytes besides state that all around it have, too."""
         graph, rows, in_flight = self.graph, self.rows, self.in_flight[stage]
         nodes = [graph.nodes[i] for i in ids]
         weights = [graph.weights[w] for w in sorted({w for node in nodes for w in node.weights})]
         parameters = sum(weight.bytes for weight in weights if weight.trainable)
-        kept, size, whole = self._kept(ids, again=self.config.recomputes(stage))
+        kept, size, whole, least = self._kept(ids, again=self.config.recomputes(stage))
         received, sent, returned = self._messages(cuts, stage, kept)
         repeated = max(0, whole - size)
         again, share, backward = self._again(ids, stage, repeated)
+        shared = in_flight * least + again + backward
         waiting = self._waiting_for_w(ids, stage, cuts)
         # While one runs backward, the others wait for their W.
         others = self.held_again[stage].micro_batches - 1 if waiting else 0
@@ -156,7 +157,7 @@ class StageCostModel:
             count = self.config.num_micro_batches
             made = peak_memory.output_bytes(graph, rows, count, in_flight, self.outputs, kept)
         times = None if self.seconds is None else [self.seconds[i] for i in ids]
-        return StagePlan(
+        costs = StagePlan(
             first=nodes[0].name,
             last=nodes[-1].name,
             nodes=len(nodes),
@@ -179,6 +180,7 @@ class StageCostModel:
             waiting_bytes=waiting,
             reduction_bytes=self._reduction_bytes(own, shares),
         )
+        return costs, shared
 
     def _shares(self, weights: Sequence[Weight]) -> list[list[Weight]]:
         """Returns the variables of a stage, in their order, that each replica updates."""
@@ -260,32 +262,34 @@ class StageCostModel:
             [{storage[tensor] for tensor in node.keeps} for node in nodes],
         )
 
-    def _kept(self, ids: Sequence[int], *, again: bool) -> tuple[set[int], int, int]:
-        """Returns the tensors kept of a micro-batch, their bytes, and those without recomputing."""
+    def _kept(self, ids: Sequence[int], *, again: bool) -> tuple[set[int], int, int, int]:
+        """Returns what a micro-batch keeps, its bytes, those without recomputing, and the least."""
         graph = self.graph
         made, given, used, read = (set[int]().union(*(s[i] for i in ids)) for s in self._touched)
         given -= made
         inputs = {self._storage[tensor] for tensor in given}
 
         def of(keeping: LayerGraph) -> tuple[set[int], int]:
-            """Other stages keep what this one hands on; it cannot make its inputs again."""
+            """Other stages keep what this one hands on."""
             own = [keeping.nodes[i] for i in ids]
             kept = {self._storage[tensor] for node in own for tensor in node.keeps}
-            kept = (kept & (used | read)) | (read & inputs)
             inside = math.ceil(self.rows * sum(node.residual_bytes for node in own))
-            return kept, inside
+            return kept & (used | read), inside
 
         def size(kept: set[int], inside: int) -> int:
             return inside + self.rows * sum(graph.tensors[t].bytes_per_sample for t in kept)
 
-        usual = of(self.keeping)
-        whole = size(*usual)
+        # It cannot make its inputs again, as stages around it may.
+        cheap, inside = of(self.keeping)
+        usual = cheap | (read & inputs)
+        whole = size(usual, inside)
         if not again:
-            return usual[0], whole, whole
+            return usual, whole, whole, size(cheap, inside)
         kept, inside = of(self.repeating)
         received = (graph.tensors[t] for t in given)
         masks = sum(self.mask_bytes(one) for one in received if one.producer is not None)
-        return kept | inputs, size(kept | inputs, inside) + masks, whole
+        least = size(kept - inputs, inside)
+        return kept | inputs, size(kept | inputs, inside) + masks, whole, least
 
 
 # What grows with batches and messages.

@@ -11,8 +11,11 @@ from typing import Any
 import tensorflow as tf
 
 from tarantella_pp.internals.training import without_graph
+from tarantella_pp.partition.graph.traced_costs import bytes_of
 from tarantella_pp.partition.graph.traced_costs import frontier as frontier
 from tarantella_pp.runtime.weights.slices import lookups_of
+
+_LARGE = 2**15  # bytes of a constant that parts of a graph share; an argument takes time, too
 
 
 def specs_of(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
@@ -153,6 +156,41 @@ class SubgraphExtractor:
         captured = function.captured_inputs
         places = function.inputs[len(function.inputs) - len(captured) :]
         self._captures = {_name(p): value for p, value in zip(places, captured, strict=True)}
+        self.constants: dict[str, int] = {}
+
+    def share_constants(self, operations: Sequence[tf.Operation]) -> None:
+        """Computes large constants that other operations read, and captures them, equal ones once.
+
+        TensorFlow would compute them, too, but keep each of them in some ten copies of the graph: a
+        causal mask for 32 samples of 128 tokens and 8 heads has 4 MiB, in each layer.
+        """
+        self.constants = self._numbered(operations)
+        alike: dict[Hashable, list[tf.Tensor]] = {}
+        for tensor in (t for op in operations if op.name in self.constants for t in op.outputs):
+            numbers = tensor.dtype.is_numpy_compatible and bytes_of(tensor) > _LARGE
+            if numbers and any(op.name not in self.constants for op in tensor.consumers()):
+                kind = self.constants[tensor.op.name], tensor.value_index
+                alike.setdefault(kind, []).append(tensor)
+        if alike:
+            made = self.extract([], [tensors[0] for tensors in alike.values()])
+            with unoptimized():
+                values = CompiledFunction(made, [])()
+            for tensors, value in zip(alike.values(), values, strict=True):
+                self._captures |= dict.fromkeys(map(_name, tensors), value)
+
+    def _numbered(self, operations: Iterable[tf.Operation]) -> dict[str, int]:
+        """Names of operations that compute with constants alone; equal ones have one number."""
+        numbers: dict[Hashable, int] = {}
+        found: dict[str, int] = {}
+        for op in operations:
+            given = [(found.get(tensor.op.name), tensor.value_index) for tensor in op.inputs]
+            if op.type == "Placeholder" or any(number is None for number, _ in given):
+                continue
+            if op.op_def is not None and not op.op_def.is_stateful:
+                node = tf.compat.v1.NodeDef(op=op.type, attr=self._nodes[op.name].attr)
+                kind = node.SerializeToString(deterministic=True), *given
+                found[op.name] = numbers.setdefault(kind, len(numbers))
+        return found
 
     @functools.cached_property
     def _written(self) -> bytes:
@@ -169,8 +207,9 @@ class SubgraphExtractor:
         """Makes a part callable; `waits` names operations that some wait for besides."""
         fed = [_name(tensor) for tensor in feeds]
         names = [_name(tensor) for tensor in fetches]
-        inner = [name for name in dict.fromkeys(names) if name not in fed]
-        wanted = [*inner, *(f"{op.name}:0" for op in effects)]
+        computed = [name for name in dict.fromkeys(names) if name not in fed]
+        inner = [name for name in computed if name not in self._captures]
+        wanted = [*computed, *(f"{op.name}:0" for op in effects)]
         nodes, used = self._needed(wanted, {*fed, *self._captures})
         captures = {name: value for name, value in self._captures.items() if name in used}
         written = self._written
@@ -185,7 +224,7 @@ class SubgraphExtractor:
             imported = tf.graph_util.import_graph_def(
                 part, input_map=known, return_elements=inner, name="part"
             )
-            given |= dict(zip(inner, imported, strict=True))
+            given |= known | dict(zip(inner, imported, strict=True))
             return [given[name] for name in names]
 
         return call

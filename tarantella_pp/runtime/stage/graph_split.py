@@ -50,7 +50,9 @@ class Trace:
     @functools.cached_property
     def extractor(self) -> graph_functions.SubgraphExtractor:
         """Makes parts of it callable."""
-        return graph_functions.SubgraphExtractor(self.function)
+        extractor = graph_functions.SubgraphExtractor(self.function)
+        extractor.share_constants(self.function.graph.get_operations())
+        return extractor
 
 
 @dataclass(frozen=True)
@@ -328,6 +330,7 @@ def _only_on_weights(trace: Trace) -> Holds:
         # B may run after the next F: a weight that F writes has another value by then.
         if op.type == "ReadVariableOp":
             return op.inputs[0].ref() not in written and depends(op.inputs[0].op)
-        return op.type in _REPEATABLE and all(depends(tensor.op) for tensor in op.inputs)
+        simple = op.type in _REPEATABLE and all(depends(tensor.op) for tensor in op.inputs)
+        return simple or op.name in trace.extractor.constants
 
     return depends

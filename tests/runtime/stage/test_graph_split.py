@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.partition.graph.least_kept import FLOPS_PER_BYTE
-from tarantella_pp.runtime.stage.graph_functions import ancestors
+from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, ancestors, specs_of
 from tarantella_pp.runtime.stage.graph_split import Trace, split_graph
 
 
@@ -19,6 +19,11 @@ def gated(y, weight, bias):
     z *= tf.math.rsqrt(tf.reduce_mean(tf.square(z), -1, keepdims=True))
     gate = tf.cast(z, y.dtype) * bias @ weight
     return y + (tf.nn.silu(gate) * (tf.cast(z, y.dtype) * bias @ weight)) @ weight
+
+
+def masked(y, weight, bias):
+    mask = tf.linalg.band_part(tf.ones((128, 4, 128, 4)), -1, 0)  # 1 MiB, of constants alone
+    return y @ weight + tf.reduce_sum(tf.reshape(y, (3, 1, 1, 1, 4)) * tf.cast(mask, y.dtype))
 
 
 def traced(weights, biases=(), worth=0.0, block=product):
@@ -105,3 +110,16 @@ def test_no_part_takes_what_it_is_not_given():
     parts = split_graph(trace)
     operations_of(parts.backward_input, [*trace.seeds, *parts.residuals])
     operations_of(parts.backward_weight, [*parts.kept_for_w, *parts.b_to_w])
+
+
+def test_equal_constants_of_layers_are_computed_once_and_are_in_no_graph():
+    trace = traced([new_weight(i) for i in range(3)], block=masked)
+    parts = split_graph(trace)
+    types, (y, *_) = operations_of(parts.forward, trace.inputs)
+    large = [op for op in y.graph.get_operations() if op.outputs and op.outputs[0].shape.rank == 4]
+    assert [tuple(op.outputs[0].shape) for op in large] == [(128, 4, 128, 4)]
+    assert "MatrixBandPart" not in types
+    assert all(tensor.shape.rank < 4 for tensor in parts.residuals)
+    run = CompiledFunction(parts.forward, specs_of(trace.inputs))
+    x = tf.ones((3, 4), tf.float64)
+    np.testing.assert_array_equal(run(x)[0], trace.function(x))

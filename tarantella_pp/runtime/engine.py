@@ -213,6 +213,7 @@ class Engine:
         try:
             with (
                 unoptimized("arithmetic_optimization"),
+                unoptimized("constant_folding"),
                 interrupts_put_off() if alone else contextlib.nullcontext(),
             ):
                 yield

@@ -131,7 +131,8 @@ def unoptimized(kind: str = "meta_optimizer") -> Iterator[None]:
 
     All of it takes long for functions that are called a few times with few samples. Rewritten
     arithmetic is another one in each part of a graph, so that an operation that runs again would
-    not give the same bits.
+    not give the same bits. Folded constants are as large as a batch, such as masks, and stay in
+    several copies of the graph.
     """
     option, off = ("disable_meta_optimizer", True) if kind == "meta_optimizer" else (kind, False)
     before = tf.config.optimizer.get_experimental_options().get(option, not off)

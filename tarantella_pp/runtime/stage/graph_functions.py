@@ -208,24 +208,25 @@ class SubgraphExtractor:
         """Makes a part callable; `waits` names operations that some wait for besides."""
         fed = [_name(tensor) for tensor in feeds]
         names = [_name(tensor) for tensor in fetches]
-        computed = [name for name in dict.fromkeys(names) if name not in fed]
-        inner = [name for name in computed if name not in self._captures]
-        wanted = [*computed, *(f"{op.name}:0" for op in effects)]
-        nodes, used = self._needed(wanted, {*fed, *self._captures})
-        captures = {name: value for name, value in self._captures.items() if name in used}
+        there = {*fed, *self._captures}
+        inner = [name for name in dict.fromkeys(names) if name not in there]
+        wanted = [*inner, *(f"{op.name}:0" for op in effects)]
+        nodes, used = self._needed(wanted, there)
+        handed = {*used, *names}
+        captures = {name: value for name, value in self._captures.items() if name in handed}
         written = self._written
 
         def call(*values: tf.Tensor) -> list[tf.Tensor]:
-            given = dict(zip(fed, values, strict=True))
             # Called while a function is traced: weights become captures of that function.
             graph = tf.compat.v1.get_default_graph()
-            known = {name: graph.capture(value) for name, value in captures.items()}
-            known |= {name: value for name, value in given.items() if name in used}
+            given = {name: graph.capture(value) for name, value in captures.items()}
+            given |= dict(zip(fed, values, strict=True))
+            known = {name: value for name, value in given.items() if name in used}
             part = _part(written, nodes, waits or {})  # made only if it is called
             imported = tf.graph_util.import_graph_def(
                 part, input_map=known, return_elements=inner, name="part"
             )
-            given |= known | dict(zip(inner, imported, strict=True))
+            given |= dict(zip(inner, imported, strict=True))
             return [given[name] for name in names]
 
         return call

@@ -321,7 +321,7 @@ def _only_on_weights(trace: Trace) -> Holds:
     """Tells whether an operation depends on constants and weights that F does not write alone."""
     operations = trace.function.graph.get_operations()
     written = {op.inputs[0].ref() for op in operations if op.type in _WRITES}
-    fed = {tensor.op for tensor in trace.inputs}
+    fed, constants = {tensor.op for tensor in trace.inputs}, trace.extractor.constants
 
     @functools.cache
     def depends(op: tf.Operation) -> bool:
@@ -330,7 +330,7 @@ def _only_on_weights(trace: Trace) -> Holds:
         # B may run after the next F: a weight that F writes has another value by then.
         if op.type == "ReadVariableOp":
             return op.inputs[0].ref() not in written and depends(op.inputs[0].op)
-        simple = op.type in _REPEATABLE and all(depends(tensor.op) for tensor in op.inputs)
-        return simple or op.name in trace.extractor.constants
+        simple = op.type in _REPEATABLE
+        return op.name in constants or (simple and all(depends(tensor.op) for tensor in op.inputs))
 
     return depends

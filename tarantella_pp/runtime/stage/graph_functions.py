@@ -15,7 +15,9 @@ from tarantella_pp.partition.graph.traced_costs import bytes_of
 from tarantella_pp.partition.graph.traced_costs import frontier as frontier
 from tarantella_pp.runtime.weights.slices import lookups_of
 
-_LARGE = 2**15  # bytes of a constant that parts of a graph share; an argument takes time, too
+# Bytes of a constant that parts of a graph share: below, an argument takes time, too; above,
+# TensorFlow computes it anew whenever it is read.
+_LARGE, _LARGEST = 2**15, 10 * 2**20
 
 
 def specs_of(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
@@ -172,6 +174,8 @@ class SubgraphExtractor:
             if numbers and any(op.name not in self.constants for op in tensor.consumers()):
                 kind = self.constants[tensor.op.name], tensor.value_index
                 alike.setdefault(kind, []).append(tensor)
+        # TensorFlow keeps no larger ones either, so they pay only if several read the same.
+        alike = {k: ts for k, ts in alike.items() if len(ts) > 1 or bytes_of(ts[0]) <= _LARGEST}
         if alike:
             made = self.extract([], [tensors[0] for tensors in alike.values()])
             with unoptimized():

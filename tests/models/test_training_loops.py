@@ -84,9 +84,7 @@ def test_a_class_that_computes_around_its_graph_is_refused():
 def test_no_step_folds_constants():
     seen, options = [], tf.config.optimizer.get_experimental_options
     noted = keras.layers.Lambda(lambda x: seen.append(options()) or x)
-    model = tnt.PipelineModel(
-        keras.Sequential([keras.Input((2,)), noted, keras.layers.Dense(1)]), 1
-    )
-    model.predict(np.ones((2, 2)), verbose=0)
+    model = keras.Sequential([keras.Input((2,)), noted, keras.layers.Dense(1)])
+    tnt.PipelineModel(model, 1).predict(np.ones((2, 2)), verbose=0)
     assert seen[-1]["constant_folding"] is False
     assert options().get("constant_folding", True)

@@ -133,8 +133,8 @@ def unoptimized(kind: str = "meta_optimizer") -> Iterator[None]:
 
     All of it takes long for functions that are called a few times with few samples. Rewritten
     arithmetic is another one in each part of a graph, so that an operation that runs again would
-    not give the same bits. Folded constants are as large as a batch, such as masks, and stay in
-    several copies of the graph.
+    not give the same bits. Folded constants may be as large as a batch, as masks are, and
+    stay in several copies of the graph.
     """
     option, off = ("disable_meta_optimizer", True) if kind == "meta_optimizer" else (kind, False)
     before = tf.config.optimizer.get_experimental_options().get(option, not off)
@@ -164,8 +164,9 @@ class SubgraphExtractor:
     def share_constants(self, operations: Sequence[tf.Operation]) -> None:
         """Computes large constants that other operations read, and captures them, equal ones once.
 
-        TensorFlow would compute them, too, but keep each of them in some ten copies of the graph: a
-        causal mask for 32 samples of 128 tokens and 8 heads has 4 MiB, in each layer.
+        TensorFlow would compute them, too, but keep them for each layer in each part, and if it
+        folds constants in some ten copies of graphs: a causal mask for 32 samples of 128 tokens and
+        8 heads has 4 MiB.
         """
         self.constants = self._numbered(operations)
         alike: dict[Hashable, list[tf.Tensor]] = {}

@@ -121,3 +121,5 @@ def test_equal_constants_of_layers_are_computed_once_and_are_in_no_graph():
     assert "MatrixBandPart" not in types
     x, run = tf.ones((3, 4), tf.float64), CompiledFunction(parts.forward, specs_of(trace.inputs))
     np.testing.assert_array_equal(run(x)[0], trace.function(x))
+    mask = next(op for op in trace.function.graph.get_operations() if op.type == "Cast").outputs
+    assert CompiledFunction(trace.extractor.extract([], mask), [])()[0].shape == mask[0].shape
